@@ -1,0 +1,102 @@
+"""Which implementation and which tile run where, as data with reasons. Answers for any SM version without a GPU."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+
+from optimized import registry
+from optimized.arch import ARCHS, CPU, arch
+from optimized.registry import Workload
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch configuration of the decode kernel: rows of V per pass, warps, and software pipelining of the passes."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class TileRule:
+    """The tile for a state dtype up to a count of programs (sequences x heads)."""
+
+    archs: tuple[str, ...]
+    state_dtype: torch.dtype
+    programs: int | None  # None: no upper end
+    tile: Tile
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An implementation preferred on some architectures, and why."""
+
+    op: str
+    archs: tuple[str, ...]
+    impl: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What dispatch answers: the implementation, why, its tile, and what was passed over."""
+
+    impl: str
+    reason: str
+    tile: Tile | None
+    rejected: tuple[tuple[str, str], ...]
+
+
+GPUS = tuple(ARCHS)
+
+RULES = (
+    Rule("kda.decode", GPUS, "triton", "the whole cell in one launch, state updated in place by slot"),
+    Rule("kda.decode", GPUS, "fla", "conv update, fused recurrence by slot and gated norm in three or more launches"),
+    Rule("kda.decode", (*GPUS, CPU), "torch", "a chain of torch operators, gathers and scatters the rows"),
+)
+
+TILES = (
+    TileRule((CPU,), torch.float32, None, Tile(128, 4, 1), "fewest interpreted operations"),
+    TileRule((CPU,), torch.bfloat16, None, Tile(128, 4, 1), "fewest interpreted operations"),
+    TileRule(GPUS, torch.float32, None, Tile(32, 4, 3), "16 KB of state in flight a stage"),
+    TileRule(GPUS, torch.bfloat16, None, Tile(32, 4, 3), "8 KB of state in flight a stage"),
+)
+
+
+def tile(arch_name: str, state_dtype: torch.dtype, programs: int) -> Tile:
+    """The first rule that covers the architecture, the state's dtype and the count of programs."""
+    for rule in TILES:
+        if arch_name in rule.archs and rule.state_dtype == state_dtype and (rule.programs is None or programs <= rule.programs):
+            return rule.tile
+    raise ValueError(f"dispatch: no tile for {arch_name} with a {state_dtype} state; add a row to TILES")
+
+
+def choose(work: Workload, without: Collection[str] = ()) -> Choice:
+    """The first rule whose implementation is not switched off (`without`) and can run `work`. ValueError when none can."""
+    if work.arch != CPU:
+        arch(work.arch)
+    known = {entry.name: entry for entry in registry.implementations(work.op)}
+    if not known:
+        raise ValueError(f"operator: expected one of {', '.join(registry.operators())}, got {work.op!r}")
+    rejected: list[tuple[str, str]] = []
+    for rule in RULES:
+        if rule.op != work.op or work.arch not in rule.archs:
+            continue
+        if rule.impl in without:
+            rejected.append((rule.impl, "switched off"))
+            continue
+        runs, reason = known[rule.impl].supports(work) if rule.impl in known else (False, "not registered")
+        if runs:
+            chosen = tile(work.arch, work.state_dtype, work.batch * work.heads) if rule.impl == "triton" else None
+            return Choice(rule.impl, rule.reason, chosen, tuple(rejected))
+        rejected.append((rule.impl, reason))
+    told = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+    raise ValueError(f"dispatch: nothing runs {work.op} on {work.arch}: {told}")
+
+
+def matrix(work: Workload, without: Collection[str] = ()) -> dict[str, Choice]:
+    """`choose` for every architecture."""
+    return {name: choose(replace(work, arch=name), without) for name in (*GPUS, CPU)}

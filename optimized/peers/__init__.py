@@ -1,0 +1,1 @@
+"""Other people's kernels behind our signatures."""

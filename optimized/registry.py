@@ -1,0 +1,203 @@
+"""Implementations by operator and name: callable, contract, declared kernels, and what they can run.
+
+A table of names: nothing is imported until an implementation is loaded, so it answers without triton or peers.
+"""
+
+import ast
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimized import interpreter
+from optimized.arch import CPU
+from reference.points import ACTIVATION, Contract
+
+ENTRY_POINTS = "glm_workbench.implementations"
+OURS = ("optimized", "reference")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What an implementation is asked to run, and where: `arch` is `sm90`, ... or `cpu`."""
+
+    op: str
+    arch: str
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    heads: int
+    batch: int
+    key_dim: int
+    value_dim: int
+
+
+Supports = Callable[[Workload], tuple[bool, str]]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One implementation. kernels: what it declares to launch; names with `aten::` are torch operators."""
+
+    op: str
+    name: str
+    target: str  # package.module:function
+    contract: Contract | None  # None: none declared, judged against exact gold
+    kernels: tuple[str, ...]
+    supports: Supports
+    packages: tuple[str, ...] = ()  # whose versions are part of its identity
+
+    def load(self) -> Callable[..., Any]:
+        """The callable. ImportError when a package is missing; ValueError when the target does not exist."""
+        return _resolve(self.target)
+
+    def source_hash(self) -> str:
+        """Identity of what runs: its sources, those of ours it imports, its contract, and its packages' versions."""
+        digest = hashlib.sha256()
+        for path in sorted(_sources(self.target.partition(":")[0])):
+            digest.update(path.read_bytes())
+        digest.update(repr((self.target, self.contract)).encode())
+        for package in self.packages:
+            digest.update(f"{package}={_version(package)}".encode())
+        return digest.hexdigest()[:16]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _resolve(target: str) -> Callable[..., Any]:
+    module_name, _, function_name = target.partition(":")
+    module = importlib.import_module(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"impl: {module_name} has no function {function_name!r}")
+    return function
+
+
+def _sources(module_name: str, seen: set[str] | None = None) -> set[Path]:
+    """The module's file, and those of our packages that it imports, to any depth."""
+    seen = set() if seen is None else seen
+    spec = importlib.util.find_spec(module_name)
+    if module_name in seen or spec is None or spec.origin is None:
+        return set()
+    seen.add(module_name)
+    path = Path(spec.origin)
+    found = {path}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            if name.partition(".")[0] in OURS and importlib.util.find_spec(name.rpartition(".")[0] or name) and _is_module(name):
+                found |= _sources(name, seen)
+    return found
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _triton_runs(work: Workload) -> tuple[bool, str]:
+    if importlib.util.find_spec("triton") is None:
+        return False, "triton is not installed"
+    if work.dtype not in (torch.bfloat16, torch.float16, torch.float32) or work.state_dtype not in (torch.float32, torch.bfloat16):
+        return False, "takes bf16, fp16 or fp32 activations over an fp32 or bf16 state"
+    if work.arch == CPU:
+        if not interpreter.active():
+            return False, "on a CPU it runs in Triton's interpreter only: set TRITON_INTERPRET=1 before Triton is imported"
+        reason = interpreter.unsupported(_version("triton") or "0")
+        return (False, reason) if reason else (True, "Triton's interpreter")
+    return True, f"compiled for {work.arch}"
+
+
+def _fla_runs(work: Workload) -> tuple[bool, str]:
+    if importlib.util.find_spec("fla") is None:
+        return False, "fla-core is not installed: pip install glm-workbench[peers]"
+    if work.value_dim > 512:
+        return False, "its gated norm launches another kernel above 512 values a head"
+    runs, reason = _triton_runs(work)
+    return runs, f"fla-core {_version('fla-core')}, {reason}" if runs else reason
+
+
+def _torch_runs(work: Workload) -> tuple[bool, str]:
+    return True, "eager torch runs everywhere"
+
+
+REGISTRY: dict[tuple[str, str], Implementation] = {
+    (entry.op, entry.name): entry
+    for entry in (
+        Implementation(
+            "kda.decode", "triton", "optimized.kda_decode:decode", Contract(), ("kda_decode_kernel",), _triton_runs, ("triton",)
+        ),
+        Implementation(
+            "kda.decode",
+            "fla",
+            "optimized.peers.fla:decode",
+            Contract(rounds={"conv": ACTIVATION, "core": ACTIVATION}),
+            ("causal_conv1d_update_kernel", "fused_recurrent_kda_fwd_kernel", "layer_norm_gated_fwd_kernel"),
+            _fla_runs,
+            ("fla-core", "triton"),
+        ),
+        Implementation(
+            "kda.decode",
+            "torch",
+            "optimized.peers.eager:decode",
+            Contract(rounds={"conv": ACTIVATION, "core": ACTIVATION}),
+            ("aten::bmm", "aten::baddbmm_", "aten::silu"),
+            _torch_runs,
+            ("torch",),
+        ),
+    )
+}
+
+
+def operators() -> tuple[str, ...]:
+    """Every operator that has an implementation."""
+    return tuple(dict.fromkeys(op for op, _ in REGISTRY))
+
+
+def implementations(op: str) -> tuple[Implementation, ...]:
+    """The registered implementations of `op`, those of installed packages (entry points) included."""
+    ours = [entry for (name, _), entry in REGISTRY.items() if name == op]
+    points = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    theirs = [_external(op, point.name.partition("/")[2], point.value) for point in points if point.name.partition("/")[0] == op]
+    return tuple(ours + theirs)
+
+
+def find(op: str, name: str) -> Implementation:
+    """The implementation of `op` called `name`, or the user's own as `package.module:function`."""
+    if op not in operators():
+        raise ValueError(f"operator: expected one of {', '.join(operators())}, got {op!r}")
+    if ":" in name:
+        return _external(op, name, name)
+    for entry in implementations(op):
+        if entry.name == name:
+            return entry
+    names = ", ".join(entry.name for entry in implementations(op))
+    raise ValueError(f"impl: expected one of {names} or package.module:function, got {name!r}")
+
+
+def _external(op: str, name: str, target: str) -> Implementation:
+    """A user's implementation: `contract` and `kernels` are read from attributes of the function when it has them."""
+    try:
+        function = _resolve(target)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"impl: can't import {target.partition(':')[0]!r}: {error}; run from its folder or install it") from error
+    contract, kernels = getattr(function, "contract", None), getattr(function, "kernels", ())
+    return Implementation(op, name, target, contract, tuple(kernels), lambda work: (True, "named by the user"))

@@ -1,0 +1,99 @@
+"""The tensors of a problem: weights, initial pools and the inputs of each step, all from its seed."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parity import regimes
+from parity.buffers import GuardedRows
+from parity.problem import Problem
+
+SPARE_SLOTS = 2  # slots that no sequence of the case names
+POOL_GAP = 48  # elements between slots: a padded pool
+
+
+@dataclass
+class Pools:
+    """State and conv window by slot, in guarded memory; slots that nobody names hold NaN."""
+
+    state_rows: GuardedRows
+    window_rows: GuardedRows
+    state: Tensor  # [slots, H, V, K]
+    window: Tensor  # [slots, 3, channels]
+    slots: Tensor  # int32 [N]
+
+    @property
+    def index(self) -> Tensor:
+        return self.slots.long()
+
+    def spare(self) -> Tensor:
+        """The slots that the case does not name."""
+        named = torch.zeros(self.state.shape[0], dtype=torch.bool, device=self.state.device)
+        named[self.index] = True
+        return (~named).nonzero().flatten()
+
+    def bytes(self) -> int:
+        return self.state_rows.rows.numel() * self.state.itemsize + self.window_rows.rows.numel() * self.window.itemsize
+
+
+@dataclass
+class StepInputs:
+    """The activations of one step, as views of one wide projection, and that projection."""
+
+    projection: GuardedRows
+    tensors: dict[str, Tensor]
+
+
+class Case:
+    """One problem's data on its device."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.regime = regimes.REGIMES[problem.regime]
+        self.kda = problem.shape.kda
+        heads, key_dim, value_dim = problem.heads, self.kda.key_dim, self.kda.value_dim
+        self.channels = heads * (2 * key_dim + value_dim)
+        generator = self._generator(0)
+        a_log = torch.rand(heads, generator=generator, device=problem.device) * 1.3863  # exp(a_log) in [1, 4]
+        self.weights = {
+            "conv_weight": (self._normal((self.channels, 4), generator) * 0.5).to(problem.activation),
+            "a_log": a_log,
+            "dt_bias": regimes.gate_bias(self.regime, self.kda, a_log, generator),
+            "norm_weight": (1 + 0.1 * self._normal((value_dim,), generator)).to(problem.activation),
+        }
+        self.settings = {"lower_bound": self.kda.lower_bound, "norm_eps": problem.shape.norm_eps}
+
+    def _generator(self, stream: int) -> torch.Generator:
+        generator = torch.Generator(self.problem.device)
+        generator.manual_seed(self.problem.seed * 100_003 + stream)
+        return generator
+
+    def _normal(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.randn(shape, generator=generator, device=self.problem.device)
+
+    def pools(self) -> Pools:
+        """The initial pools, new memory at every call and the same values."""
+        problem, kda = self.problem, self.kda
+        generator = self._generator(1)
+        count = problem.batch + SPARE_SLOTS
+        row = (problem.heads, kda.value_dim, kda.key_dim)
+        state_rows = GuardedRows(count, problem.heads * kda.value_dim * kda.key_dim, POOL_GAP, problem.pool, problem.device)
+        window_rows = GuardedRows(count, 3 * self.channels, POOL_GAP, problem.activation, problem.device)
+        slots = torch.randperm(count, generator=generator, device=problem.device)[: problem.batch].to(torch.int32)
+        for slot in slots.tolist():  # a row at a time: a large pool needs no second copy
+            state_rows.rows[slot] = (self._normal(row, generator) * self.regime.state).flatten().to(problem.pool)
+            window_rows.rows[slot] = self._normal((3 * self.channels,), generator).to(problem.activation)
+        state = state_rows.rows.unflatten(1, row)
+        return Pools(state_rows, window_rows, state, window_rows.rows.unflatten(1, (3, self.channels)), slots)
+
+    def inputs(self, step: int) -> StepInputs:
+        """The activations of one step."""
+        problem = self.problem
+        x = regimes.token_inputs(self.regime, self.kda, self.weights["a_log"], problem.batch, self._generator(2 + step))
+        width = sum(part.shape[1] for part in x.values())
+        projection = GuardedRows(problem.batch, width, 8 - width % 8, problem.activation, problem.device)
+        views = dict(zip(x, projection.rows.split([part.shape[1] for part in x.values()], dim=1), strict=True))
+        for name, part in x.items():
+            views[name].copy_(part)
+        return StepInputs(projection, views)

@@ -1,0 +1,183 @@
+"""Invariants: what must hold to the bit, whatever the numbers are.
+
+Each compares two runs of the same launch configuration, or memory before and after. A check that a case can't make (one
+sequence has no neighbours) is left out of the result, never counted as true.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimized import interpreter
+from parity.buffers import same_bits
+from parity.case import Case, Pools
+from parity.oracle import Operator
+from parity.trajectory import run
+
+FIRST_STEP = 1
+
+
+class Bench:
+    """Runs of one step of a case on fresh pools, to compare with a base run."""
+
+    def __init__(self, case: Case, call: Operator) -> None:
+        self.case, self.call = case, call
+        self.inputs = case.inputs(FIRST_STEP)
+        self.base, self.base_pools = self.run()
+
+    def run(
+        self, prepare: Callable[[Pools], None] | None = None, x: dict[str, Tensor] | None = None, **changed: Tensor
+    ) -> tuple[Tensor, Pools]:
+        """One step on new pools, after `prepare` changed them."""
+        pools = self.case.pools()
+        if prepare is not None:
+            prepare(pools)
+        return run(self.call, self.case, pools, x or self.inputs.tensors, **changed), pools
+
+    def equals_base(self, out: Tensor, pools: Pools, sequences: slice | Tensor = slice(None)) -> bool:
+        """Output and named rows equal the base run's, for these sequences."""
+        rows = self.base_pools.index[sequences]
+        return all(
+            same_bits(a, b)
+            for a, b in (
+                (out[sequences], self.base[sequences]),
+                (pools.state[rows], self.base_pools.state[rows]),
+                (pools.window[rows], self.base_pools.window[rows]),
+            )
+        )
+
+
+def untouched(pools: Pools) -> dict[str, bool]:
+    """After a run: slots that nobody named, and everything between and around the rows, still hold 0xFF."""
+    spare = pools.spare()
+    poison = [rows[spare].contiguous().view(torch.uint8) for rows in (pools.state_rows.rows, pools.window_rows.rows)]
+    return {
+        "untouched_slots": all(bool((part == 0xFF).all()) for part in poison),
+        "gaps": pools.state_rows.intact() and pools.window_rows.intact(),
+    }
+
+
+def check(case: Case, call: Operator) -> dict[str, bool]:
+    """Every invariant that this case can show."""
+    bench = Bench(case, call)
+    return {name: result for name, test in CHECKS.items() if (result := test(bench)) is not None}
+
+
+def _repeated(bench: Bench) -> bool:
+    return bench.equals_base(*bench.run())
+
+
+def _slot_permutation(bench: Bench) -> bool | None:
+    """The sequences in reverse order give the same rows in reverse order."""
+    if bench.case.problem.batch < 2:
+        return None
+    x = {name: value.flip(0) for name, value in bench.inputs.tensors.items()}
+    out, pools = bench.run(x=x, slots=bench.base_pools.slots.flip(0))
+    return bench.equals_base(out.flip(0), pools)
+
+
+def _padding(bench: Bench) -> bool:
+    """A padded sequence (below and past the pool) returns zeros, touches nothing and changes nobody."""
+    held = True
+    count = bench.base_pools.state.shape[0]
+    for outside in (-1, count, -(2**31), 2**31 - 1):
+        slots = bench.base_pools.slots.clone()
+        slots[-1] = outside
+        out, pools = bench.run(slots=slots)
+        initial = bench.case.pools()
+        last = pools.index[-1:]
+        kept = same_bits(pools.state[last], initial.state[last]) and same_bits(pools.window[last], initial.window[last])
+        live = slice(0, bench.case.problem.batch - 1)
+        held &= kept and bool((out[-1] == 0).all()) and bench.equals_base(out, pools, live) and all(untouched(pools).values())
+    return held
+
+
+def _neighbours(bench: Bench) -> bool | None:
+    """NaN in the last sequence's inputs and state changes nobody else."""
+    if bench.case.problem.batch < 2:
+        return None
+    x = {name: value.clone() for name, value in bench.inputs.tensors.items()}
+    for value in x.values():
+        value[-1] = torch.nan
+
+    def poison(pools: Pools) -> None:
+        pools.state[pools.index[-1]] = torch.nan
+
+    out, pools = bench.run(poison, x)
+    return bench.equals_base(out, pools, slice(0, bench.case.problem.batch - 1))
+
+
+def _fresh(bench: Bench) -> bool:
+    """A fresh sequence starts from zero whatever its slot holds: NaN, inf, or zeros give the same bits."""
+
+    def fill(value: float) -> Callable[[Pools], None]:
+        def prepare(pools: Pools) -> None:
+            pools.state[pools.index[0]] = value
+            pools.window[pools.index[0]] = value
+
+        return prepare
+
+    fresh = torch.zeros(bench.case.problem.batch, dtype=torch.bool, device=bench.base.device)
+    fresh[0] = True
+    zeroed, zeroed_pools = bench.run(fill(0.0))
+    for value in (torch.nan, torch.inf):
+        out, pools = bench.run(fill(value), fresh=fresh)
+        if not same_bits(out, zeroed) or not same_bits(pools.state, zeroed_pools.state) or not same_bits(pools.window, zeroed_pools.window):
+            return False
+    return True
+
+
+def _poisoned_allocations(bench: Bench) -> bool:
+    """Memory that the implementation allocates starts as NaN instead of what happened to lie there."""
+    with _poisoned(bench.base.device):
+        return bench.equals_base(*bench.run())
+
+
+def _reversed_programs(bench: Bench) -> bool | None:
+    """The interpreter runs programs in order; in reverse order nothing may change."""
+    if not interpreter.active() or bench.base.device.type != "cpu":
+        return None
+    with interpreter.program_order(reverse=True):
+        return bench.equals_base(*bench.run())
+
+
+CHECKS: dict[str, Callable[[Bench], bool | None]] = {
+    "repeated": _repeated,
+    "slot_permutation": _slot_permutation,
+    "padding": _padding,
+    "neighbours": _neighbours,
+    "fresh": _fresh,
+    "poisoned_allocations": _poisoned_allocations,
+    "reversed_programs": _reversed_programs,
+}
+
+
+def _poisoned(device: torch.device) -> AbstractContextManager[None]:
+    return _filled_blocks(device) if device.type == "cuda" else _filled_empty()
+
+
+@contextmanager
+def _filled_empty() -> Iterator[None]:
+    """torch fills what `torch.empty` returns with NaN."""
+    deterministic: Any = torch.utils.deterministic
+    before, fill = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        deterministic.fill_uninitialized_memory = fill
+
+
+@contextmanager
+def _filled_blocks(device: torch.device) -> Iterator[None]:
+    """Blocks of the caching allocator are filled with 0xFF and freed, so that the next allocations find NaN there."""
+    sizes = [1 << bits for bits in (9, 16, 20, 22, 24, 26)] * 4
+    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes]
+    torch.cuda.synchronize(device)
+    del blocks
+    yield

@@ -1,0 +1,34 @@
+"""Every limit, with its reason. A tolerance typed anywhere else fails a test."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How many noise floors a tensor, and its worst head, may be away."""
+
+    tensor: float
+    head: float
+    reason: str
+
+
+FP32_BOUNDARY = Limit(8.0, 24.0, "healthy FP32 boundaries score 1 to 4, their worst head 10; the least fault seen scores 30")
+ROUNDED_BOUNDARY = Limit(2.0, 6.0, "healthy 16-bit boundaries score under 0.05 beyond half an ulp; the least fault seen scores 30")
+
+# A reference that happens to be exact leaves no floor to divide by: a quarter of FP32's unit roundoff, below one rounding.
+LEAST_FLOOR = 2.0**-26
+# Values below FP32's smallest normal may be flushed to zero by a kernel.
+SMALLEST_NORMAL = 2.0**-126
+# The contract's own reference may be wrong by this much before a verdict says nothing.
+CONDITIONING = 0.10
+# A value this many FP32 units from a tie may round either way in a healthy kernel: sums in another order, approximate exp.
+FLIP_ULPS = 8.0
+# A hypothesis about a fault is named when it leaves at most this share of the residual.
+EXPLAINED = 0.1
+
+
+def boundary(dtype: torch.dtype) -> Limit:
+    """The limit for a tensor stored in this dtype."""
+    return FP32_BOUNDARY if dtype == torch.float32 else ROUNDED_BOUNDARY

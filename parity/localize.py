@@ -1,0 +1,137 @@
+"""Where a step first went wrong: tensor, sequence, head, channel, and the point of the computation that explains it.
+
+A fused kernel shows only what it stores, so a point is found by hypothesis: the reference with one thing changed, through
+the same named points. The hypothesis that makes the residual collapse is the cause; when none does, the cause is unknown.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity import limits, metrics
+from parity.case import Pools
+from parity.oracle import Oracle, Prediction
+from parity.trajectory import Step
+from reference.points import BOUNDARY, KDA_CELL, At, exact, rounding
+
+ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Hypothesis:
+    """One thing changed, and the step that this predicts for one sequence."""
+
+    point: str
+    cause: str
+    prediction: Prediction
+
+
+def first_divergence(oracle: Oracle, pools: Pools, step: Step, tensor: str, sequence: int, head: int) -> dict[str, Any]:
+    """The facts of a step beyond its limit, for the worst (sequence, head) of `tensor` (output, state or window)."""
+    call = step.call
+    start = _start(oracle, step, sequence)
+    gold = oracle.gold(*start)
+    out, state = call.out[sequence], pools.state[pools.index[sequence]]
+    facts: dict[str, Any] = {"step": call.number, "tensor": tensor, "sequence": sequence, "head": head}
+    if tensor == "window":
+        window = pools.window[pools.index[sequence]]
+        facts |= _element(window, gold.window[0], ("tap", "channel"))
+        return facts | {"point": "conv", "cause": "window is not the raw inputs shifted by one"}
+    candidate, expected = (out, gold.out[0]) if tensor == "output" else (state, gold.state[0])
+    facts |= _element(candidate[head], expected[head], ("value",) if tensor == "output" else ("value", "key"))
+    return facts | _explain(oracle, step, sequence, head, out, state, gold, "out" if tensor == "output" else "state")
+
+
+def _start(oracle: Oracle, step: Step, sequence: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    row = slice(sequence, sequence + 1)
+    x = {name: value[row] for name, value in step.call.inputs.tensors.items()}
+    return x, step.call.state_before[row], step.call.window_before[row]
+
+
+def _element(candidate: Tensor, gold: Tensor, axes: tuple[str, ...]) -> dict[str, Any]:
+    """The element with the largest error beyond rounding."""
+    error = metrics.beyond_rounding(candidate.double(), gold.double(), candidate.dtype)
+    flat = int(torch.where(candidate.isfinite(), error, torch.inf).argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), candidate.shape)]
+    value, expected = candidate.flatten()[flat], gold.flatten()[flat]
+    ulp = metrics.ulp_distance(value[None], expected[None].to(value.dtype)).item() if value.isfinite() else None
+    return {"channel": dict(zip(axes, index, strict=True)), "candidate": float(value), "gold": float(expected), "ulp": ulp}
+
+
+def _explain(
+    oracle: Oracle, step: Step, sequence: int, head: int, out: Tensor, state: Tensor, gold: Prediction, fallback: str
+) -> dict[str, str]:
+    def residual(prediction: Prediction) -> float:
+        parts = ((out, prediction.out, gold.out), (state, prediction.state, gold.state))
+        return sum(_share(candidate[head], predicted[0, head], expected[0, head]) for candidate, predicted, expected in parts)
+
+    before = residual(gold)
+    best = min(_hypotheses(oracle, step, sequence), key=lambda hypothesis: residual(hypothesis.prediction))
+    if residual(best.prediction) <= limits.EXPLAINED**2 * before:
+        return {"point": best.point, "cause": best.cause}
+    return {"point": fallback, "cause": "unknown: no hypothesis explains it"}
+
+
+def _share(candidate: Tensor, predicted: Tensor, gold: Tensor) -> float:
+    """Squared error beyond rounding, relative to the gold; infinite when either is not finite where the other is."""
+    if not bool((candidate.isfinite() == predicted.isfinite()).all()):
+        return float("inf")
+    error = metrics.beyond_rounding(candidate.double(), predicted, candidate.dtype).nan_to_num(0.0, 0.0, 0.0)
+    return float(error.square().sum() / gold.square().sum().clamp(min=limits.SMALLEST_NORMAL))
+
+
+def _hypotheses(oracle: Oracle, step: Step, sequence: int) -> Iterator[Hypothesis]:
+    x, state, window = _start(oracle, step, sequence)
+
+    def predict(at: At = exact, state: Tensor = state, window: Tensor = window, **changed: object) -> Prediction:
+        contract = rounding(oracle.roundings)
+        return oracle.predict(x, state, window, torch.float64, lambda name, value: at(name, contract(name, value)), **changed)
+
+    for point in KDA_CELL:
+        for name, dtype in ROUNDED.items():
+            if oracle.roundings.get(point) != dtype and (point not in BOUNDARY or point == "state"):
+                yield Hypothesis(point, f"{point} rounded to {name}", predict(rounding({point: dtype})))
+    yield Hypothesis("decay", "decay applied after the update", predict(_decay_after_update()))
+    yield Hypothesis("decay", "no decay", predict(_replaced("decay", 1.0)))
+    yield Hypothesis("delta", "update dropped", predict(_replaced("delta", 0.0)))
+    yield Hypothesis("g", "dt_bias dropped", predict(dt_bias=torch.zeros_like(oracle.case.weights["dt_bias"])))
+    neighbour = oracle.case.weights["dt_bias"].roll(oracle.case.kda.key_dim)
+    yield Hypothesis("g", "dt_bias of the head before", predict(dt_bias=neighbour))
+    yield Hypothesis("conv", "window ignored", predict(window=torch.zeros_like(window)))
+
+    right = predict()
+    kept = Prediction(right.out, state.double(), right.window)
+    yield Hypothesis("delta", "update not stored: the slot holds the state from before the step", kept)
+    if state.shape[-1] == state.shape[-2]:
+        turned = predict(state=state.mT)
+        yield Hypothesis("state", "state read and stored transposed", Prediction(turned.out, turned.state.mT, turned.window))
+        yield Hypothesis("state", "state read transposed", turned)
+        yield Hypothesis("state", "state stored transposed", Prediction(right.out, right.state.mT, right.window))
+    for other in range(step.call.state_before.shape[0]):
+        if other != sequence:
+            taken = predict(state=step.call.state_before[other : other + 1])
+            cause = f"stale slot: state of sequence {other}"
+            yield Hypothesis("state", cause, taken)
+            yield Hypothesis("state", cause, Prediction(taken.out, state.double(), taken.window))
+    fresh = predict(state=torch.zeros_like(state))
+    yield Hypothesis("state", "state ignored: started from zero", fresh)
+
+
+def _replaced(point: str, value: float) -> At:
+    return lambda name, x: torch.full_like(x, value) if name == point else x
+
+
+def _decay_after_update() -> At:
+    """Hold the decay back at its point, and apply it to the updated state."""
+    held: dict[str, Tensor] = {}
+
+    def at(name: str, x: Tensor) -> Tensor:
+        if name == "decay":
+            held["decay"] = x
+            return torch.ones_like(x)
+        return x * held["decay"][:, :, None, :] if name == "state" else x
+
+    return at

@@ -1,0 +1,96 @@
+"""A problem: everything that makes a parity row reproducible, and its one-line spelling."""
+
+import hashlib
+from dataclasses import dataclass, fields
+
+import torch
+
+from optimized import arch, registry
+from reference.presets import Preset, preset
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row of a sweep. heads: on this rank. batch: sequences. seed -1: derived from everything else."""
+
+    op: str
+    model: str = "glm-5.3-flash"
+    heads: int = 2
+    batch: int = 2
+    dtype: str = "bf16"
+    state_dtype: str = "fp32"
+    regime: str = "random"
+    steps: int = 16
+    device: str = "cpu"
+    seed: int = -1
+
+    def __post_init__(self) -> None:
+        from parity.regimes import REGIMES
+
+        preset(self.model)
+        for name, allowed in (("dtype", DTYPES), ("state_dtype", STATE_DTYPES), ("regime", REGIMES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{_option(name)}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for name, least in (("heads", 1), ("batch", 0), ("steps", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{_option(name)}: expected at least {least}, got {getattr(self, name)}")
+        if self.op not in registry.operators():
+            raise ValueError(f"operator: expected one of {', '.join(registry.operators())}, got {self.op!r}")
+        if self.seed < 0:
+            object.__setattr__(self, "seed", self._derived_seed())
+
+    def _derived_seed(self) -> int:
+        """Stable over processes. The device and the count of steps are left out: a longer run starts with the same steps."""
+        key = "|".join(str(getattr(self, f.name)) for f in fields(self) if f.name not in ("seed", "device", "steps"))
+        return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1
+
+    @property
+    def shape(self) -> Preset:
+        return preset(self.model)
+
+    @property
+    def activation(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def pool(self) -> torch.dtype:
+        return STATE_DTYPES[self.state_dtype]
+
+    def workload(self) -> registry.Workload:
+        """What an implementation is asked whether it supports."""
+        kda = self.shape.kda
+        return registry.Workload(
+            self.op, arch.of_device(self.device), self.activation, self.pool, self.heads, self.batch, kda.key_dim, kda.value_dim
+        )
+
+    def __str__(self) -> str:
+        settings = ",".join(f"{_option(f.name)}={getattr(self, f.name)}" for f in fields(self)[1:])
+        return f"{self.op}:{settings}"
+
+
+def parse(case: str) -> Problem:
+    """The problem that `str(problem)` spells: `op:key=value,...`; keys left out take their defaults."""
+    op, _, settings = case.partition(":")
+    problem_fields = {_option(f.name): f for f in fields(Problem)[1:]}
+    values: dict[str, int | str] = {}
+    for setting in filter(None, settings.split(",")):
+        key, equals, value = setting.partition("=")
+        if key not in problem_fields or not equals:
+            raise ValueError(f"case: expected key=value with a key of {', '.join(problem_fields)}, got {setting!r}")
+        field = problem_fields[key]
+        values[field.name] = _integer(key, value) if field.type is int else value
+    return Problem(op, **values)  # type: ignore[arg-type]
+
+
+def _integer(key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"case: {key} takes a whole number, got {value!r}") from None
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,166 @@
+"""The record: one JSON document that every table, file and README number is rendered from (schema 1)."""
+
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimized import arch, interpreter
+
+SCHEMA = 1
+Row = dict[str, Any]
+Record = dict[str, Any]
+
+
+class Verdict(StrEnum):
+    """What a row says. FAIL > INCONCLUSIVE > VACUOUS > PASS; a skip is never a pass."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    INCONCLUSIVE = "INCONCLUSIVE"  # no proof of what ran, or the reference itself is over 10 % wrong
+    SKIPPED = "SKIPPED"  # with its reason
+    VACUOUS = "VACUOUS"  # nothing was compared
+
+
+def new(device: str, command: list[str]) -> Record:
+    """A record with no rows, of this machine."""
+    return {"schema": SCHEMA, "environment": environment(device), "command": command, "rows": [], "bench": [], "summary": summary([])}
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Where the rows were made."""
+    cuda = device.startswith("cuda")
+    commit, dirty = _commit()
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        "arch": arch.of_device(device),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "driver": _driver() if cuda else None,
+        "commit": commit,
+        "dirty": dirty,
+        "interpreter": interpreter.active(),
+    }
+
+
+def summary(rows: list[Row]) -> dict[str, int]:
+    """Rows by verdict."""
+    return {verdict.value: sum(row["verdict"] == verdict for row in rows) for verdict in Verdict}
+
+
+def overall(rows: list[Row]) -> Verdict:
+    """The verdict of a record: any FAIL, else any INCONCLUSIVE or VACUOUS, else PASS when a row passed, else VACUOUS."""
+    verdicts = {row["verdict"] for row in rows}
+    for verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.VACUOUS, Verdict.PASS):
+        if verdict in verdicts:
+            return verdict
+    return Verdict.VACUOUS
+
+
+def exit_code(rows: list[Row]) -> int:
+    """0 all PASS or SKIPPED with at least one PASS; 1 any FAIL; 3 INCONCLUSIVE or VACUOUS, or nothing ran."""
+    return {Verdict.PASS: 0, Verdict.FAIL: 1}.get(overall(rows), 3)
+
+
+def check_writable(path: Path) -> None:
+    """ValueError when a record could not be written there, before any work is done."""
+    if path.is_dir():
+        raise ValueError(f"out: {path} is a folder; name a file, such as {path / 'record.json'}")
+    if not path.parent.is_dir():
+        raise ValueError(f"out: there is no folder {path.parent}; create it first")
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise ValueError(f"out: {path} can't be written; choose another file")
+
+
+def write(path: Path, text: str) -> None:
+    """Write, then rename: a killed run leaves the old file or the new one, never half of one."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def save(record: Record, path: Path) -> None:
+    """Write the record. Non-finite numbers become strings, which JSON can hold."""
+    write(path, dumps(record))
+
+
+def dumps(record: Record) -> str:
+    """The record as JSON."""
+    return json.dumps(_plain(record | {"summary": summary(record["rows"])}), indent=1, allow_nan=False) + "\n"
+
+
+def load(path: Path) -> Record:
+    """Read a record. ValueError when the file is missing, not JSON, or of another schema."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"record: can't read {path}: {error.strerror}; sweep writes one with --out FILE.json") from error
+    except ValueError as error:
+        raise ValueError(f"record: {path} is not JSON ({error}); sweep writes one with --out FILE.json") from error
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA or not isinstance(record.get("rows"), list):
+        raise ValueError(f"record: {path} is not a record of schema {SCHEMA}; sweep writes one with --out FILE.json")
+    return _numbers(record)
+
+
+_NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value != value:
+        return "NaN"
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """The commit of the tree that this file belongs to, and whether it has changes."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None

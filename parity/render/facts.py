@@ -1,0 +1,164 @@
+"""What a record says in sentences, for every format: its verdict, its reasons, the first divergence, the command that reproduces it."""
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from parity import gate
+from parity import record as records
+from parity.record import Record, Row, Verdict
+from parity.render.cells import dig, number, one_line
+
+_SEVERITY = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.VACUOUS, Verdict.PASS, Verdict.SKIPPED)
+_NAMED_OPERATORS = 3
+_NAMED_KERNELS = 4
+
+
+def compared(record: Record) -> list[Row]:
+    """The rows of the parity table: all but the skipped."""
+    return [row for row in record["rows"] if row["verdict"] != Verdict.SKIPPED]
+
+
+def headline(record: Record) -> tuple[str, str]:
+    """The verdict and its sentence."""
+    rows, timed = record["rows"], record.get("bench") or []
+    if not rows and not timed:
+        return Verdict.VACUOUS, "nothing ran: the record has no rows"
+    if not rows:
+        return "TIMED", f"{_operators(timed)}: {_count(timed)} on {_place(record)}: speed only, nothing was compared"
+    summary = records.summary(rows)
+    counts = ", ".join(f"{summary[verdict]} {verdict}" for verdict in _SEVERITY if summary[verdict])
+    if not compared(record):
+        return records.overall(rows), f"{_operators(rows)}: nothing ran, {counts}"
+    interpreted = " (Triton's interpreter ran the kernels: verdicts, no timing)" if dig(record, "environment.interpreter") else ""
+    return records.overall(rows), f"{_operators(rows)}: {counts} on {_place(record)}{interpreted}"
+
+
+def environment(record: Record) -> str:
+    """The device and versions that the rows were made with."""
+    known = {key: one_line(value) for key, value in record["environment"].items() if value is not None}
+    versions = [f"{key} {known[key]}" for key in ("torch", "triton", "python", "driver", "commit") if key in known]
+    dirty = " with uncommitted changes" if record["environment"].get("dirty") else ""
+    return ", ".join([_place(record), *versions]) + dirty
+
+
+def paths(rows: list[Row]) -> list[str]:
+    """What ran: one line for each implementation and set of kernels."""
+    return _grouped(rows, _path)
+
+
+def reasons(record: Record) -> list[tuple[Verdict, str]]:
+    """Why rows are no PASS, worst first: one line for each verdict, implementation and reason."""
+    lines: list[tuple[Verdict, str]] = []
+    for verdict in (verdict for verdict in _SEVERITY if verdict != Verdict.PASS):
+        rows = [row for row in record["rows"] if row["verdict"] == verdict]
+        lines += [(verdict, line) for line in _grouped(rows, _reason)]
+    return lines
+
+
+def _reason(row: Row) -> str:
+    return f"{one_line(row['impl'])}: {one_line(row['reason']) or 'no reason given'}"
+
+
+def _grouped(rows: list[Row], sentence: Callable[[Row], str]) -> list[str]:
+    """Each sentence once, with the number of its rows."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(sentence(row), []).append(row)
+    return [f"{text} ({_count(group)})" for text, group in groups.items()]
+
+
+def _path(row: Row) -> str:
+    """Kernel names without what all of them share, with their launches."""
+    kernels = dig(row, "path.kernels") or []
+    names = [f"{one_line(kernel['name']).strip('_').removesuffix('_kernel')} x{kernel['launches']}" for kernel in kernels]
+    shown = ", ".join(names[:_NAMED_KERNELS]) + (f" and {len(names) - _NAMED_KERNELS} more" if len(names) > _NAMED_KERNELS else "")
+    proved = "proved" if dig(row, "path.proved") else "not proved"
+    return f"{one_line(row['impl'])} ran {shown or 'no kernel that was seen'}: {proved}"
+
+
+def first_bad(record: Record) -> Row | None:
+    """The first row of the record's own verdict when that isn't PASS."""
+    overall = records.overall(record["rows"])
+    return next((row for row in record["rows"] if row["verdict"] == overall != Verdict.PASS), None)
+
+
+def command(row: Row) -> str:
+    """The command line that reproduces a row."""
+    against = [] if row["reference"] == gate.REFERENCE else ["--reference", one_line(row["reference"])]
+    return shlex.join(["workbench", "sweep", one_line(row["case"]), "--impl", one_line(row["impl"]), *against])
+
+
+def divergence(row: Row) -> list[tuple[str, str]]:
+    """Label and text of everything known about the first value over its limit; nothing when there is none."""
+    first = row.get("first_divergence")
+    if not first:
+        return []
+    would_pass = dig(row, f"{first['tensor']}.would_pass")
+    lines = [
+        ("impl", one_line(row["impl"])),
+        ("where", _where(first, row.get("steps"))),
+        ("values", _values(first)),
+        ("error", _excess(first.get("noise_ratio"), first.get("limit"))),
+        ("point", f"{one_line(first.get('point') or 'unknown')} ({one_line(first.get('cause') or 'no cause found')})"),
+        ("contract", _contract(row.get("contract") or {})),
+        ("would pass", f"with a {one_line(first['tensor'])} limit of {number(would_pass)}" if would_pass is not None else ""),
+        ("largest", _largest(first.get("largest"))),
+    ]
+    return [(label, text) for label, text in lines if text]
+
+
+def _where(first: dict[str, Any], steps: Any) -> str:
+    """Step, tensor, sequence, head and channel, as far as each is known."""
+    channel = first.get("channel")
+    axes = channel if isinstance(channel, dict) else {"channel": ", ".join(map(str, channel)) if channel else None}
+    places = {key: first.get(key) for key in ("sequence", "head")} | axes
+    step = f"step {number(first['step'])}" + (f" of {steps}" if steps else "")
+    return ", ".join([step, one_line(first["tensor"]), *(f"{name} {number(at)}" for name, at in places.items() if at is not None)])
+
+
+def _values(first: dict[str, Any]) -> str:
+    ulp = first.get("ulp")
+    apart = f": {ulp} ULP apart" if ulp is not None else ""
+    return f"candidate {_exact(first.get('candidate'))}, gold {_exact(first.get('gold'))}{apart}"
+
+
+def _exact(value: Any) -> str:
+    """Nine digits, enough to tell any two FP32 values apart."""
+    return number(value, digits=9) or "unknown"
+
+
+def _excess(ratio: Any, limit: Any) -> str:
+    """How far over its limit; nothing where none was measured, as for a window, which is compared bit by bit."""
+    if ratio is None:
+        return ""
+    return f"noise ratio {number(ratio)}" + (f", {number(ratio / limit)} times its limit of {number(limit)}" if limit else "")
+
+
+def _contract(contract: dict[str, Any]) -> str:
+    if not contract:
+        return ""
+    rounds = ", ".join(f"{one_line(point)} to {one_line(dtype)}" for point, dtype in (contract.get("rounds") or {}).items())
+    return f"rounds {rounds or 'nothing inside'}, accumulates in {one_line(contract.get('accumulate'))}"
+
+
+def _largest(largest: dict[str, Any] | None) -> str:
+    if not largest:
+        return ""
+    places = ", ".join(f"{key} {number(largest[key])}" for key in ("step", "sequence", "head") if largest.get(key) is not None)
+    return f"{places}: noise ratio {number(largest['noise_ratio'])} (the largest error, not the first)"
+
+
+def _operators(rows: list[Row]) -> str:
+    operators = list(dict.fromkeys(one_line(row["op"]) for row in rows))
+    return ", ".join(operators) if len(operators) <= _NAMED_OPERATORS else f"{len(operators)} operators"
+
+
+def _place(record: Record) -> str:
+    arch = dig(record, "environment.arch") or "cpu"
+    arches = ", ".join(sorted({one_line(row.get("arch") or arch) for row in record["rows"]} or {arch}))
+    return arches if arches == "cpu" else f"{one_line(dig(record, 'environment.device') or 'unknown device')} ({arches})"
+
+
+def _count(rows: list[Row]) -> str:
+    return f"{len(rows)} row{'' if len(rows) == 1 else 's'}"

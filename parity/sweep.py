@@ -1,0 +1,159 @@
+"""The sweep: options to problems, problems to rows, rows to a record that is safe at every moment."""
+
+import itertools
+import os
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from optimized import registry
+from optimized.registry import Implementation
+from parity import gate, record
+from parity.problem import Problem, parse
+from parity.record import Record, Row, Verdict
+from parity.regimes import DEFAULT_REGIMES
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to sweep. Lists are products; `op` may name a case, `op:key=value,...`."""
+
+    op: tuple[str, ...] = ()
+    model: tuple[str, ...] = ("glm-5.3-flash",)
+    heads: tuple[int, ...] = (2,)
+    batch: tuple[int, ...] = (2,)
+    dtype: tuple[str, ...] = ("bf16",)
+    state_dtype: tuple[str, ...] = ("fp32", "bf16")
+    regime: tuple[str, ...] = DEFAULT_REGIMES
+    steps: int = 16
+    impl: tuple[str, ...] = ()
+    reference: str = gate.REFERENCE
+    seed: int = -1
+    device: str = "cpu"
+
+
+ON_GPU = replace(Options(), heads=(16, 64), batch=(1, 16), steps=64)
+LISTS = {field.name for field in fields(Options) if field.name not in ("steps", "reference", "seed", "device")}
+NUMBERS = {"heads", "batch"}
+
+
+def layered(device: str, config: Path | None, given: dict[str, Any]) -> Options:
+    """Defaults < the configuration file < the command line. ValueError for a key or a value that is not an option's."""
+    values = _from_file(config) if config is not None else {}
+    values |= {name: value for name, value in given.items() if value is not None}
+    device = str(values.pop("device", device))
+    options = replace(ON_GPU if device.startswith("cuda") else Options(), device=device)
+    return replace(options, **{name: _value(name, value) for name, value in values.items()})
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config: can't read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config: {path} is not TOML: {error}") from error
+    known = {field.name.replace("_", "-") for field in fields(Options)}
+    for key in values:
+        if key.replace("_", "-") not in known:
+            raise ValueError(f"config: {path} has {key!r}; known are {', '.join(sorted(known))}")
+    return {key.replace("-", "_"): value for key, value in values.items()}
+
+
+def _value(name: str, value: Any) -> Any:
+    """An option's value from a comma-separated text, a list or a scalar."""
+    if name not in LISTS:
+        return _integer(name, value) if name in ("steps", "seed") else str(value)
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    parts = [part for part in (p.strip() if isinstance(p, str) else p for p in parts) if part != ""]
+    if not parts:
+        raise ValueError(f"{name.replace('_', '-')}: expected at least one value")
+    return tuple(dict.fromkeys(_integer(name, part) if name in NUMBERS else str(part) for part in parts))
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+            raise ValueError
+        return int(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name.replace('_', '-')}: expected a whole number, got {value!r}") from None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row to make."""
+
+    problem: Problem
+    impl: Implementation
+    reference: Implementation | None
+
+
+def tasks(options: Options) -> list[Task]:
+    """Every row of a sweep, checked before the first one runs."""
+    found = []
+    for op in options.op or registry.operators():
+        for problem in [parse(op)] if ":" in op else _product(op, options):
+            names = options.impl or tuple(entry.name for entry in registry.implementations(problem.op))
+            reference = None if options.reference == gate.REFERENCE else registry.find(problem.op, options.reference)
+            found += [Task(problem, registry.find(problem.op, name), reference) for name in names]
+    return found
+
+
+def _product(op: str, options: Options) -> Iterator[Problem]:
+    for model, heads, batch, dtype, state_dtype, regime in itertools.product(
+        options.model, options.heads, options.batch, options.dtype, options.state_dtype, options.regime
+    ):
+        yield Problem(op, model, heads, batch, dtype, state_dtype, regime, options.steps, options.device, options.seed)
+
+
+def run(
+    work: Sequence[Task],
+    made: Record,
+    *,
+    out: Path | None = None,
+    resume: Record | None = None,
+    fail_fast: bool = False,
+    started: Callable[[Task], None] = lambda task: None,
+    finished: Callable[[Row], None] = lambda row: None,
+) -> Record:
+    """Make the rows of `work` in `made`, saved after each. Rows of `resume` with the same inputs, contract and sources are kept."""
+    kept = {_identity(row): row for row in (resume or {"rows": []})["rows"] if row["verdict"] != Verdict.SKIPPED}
+    for task in work:
+        started(task)
+        row = kept.get(_identity(gate.blank(task.problem, task.impl, task.reference)))
+        row = row or gate.judge(task.problem, task.impl, task.reference)
+        made["rows"].append(row)
+        made["summary"] = record.summary(made["rows"])
+        if out is not None:
+            record.save(made, out)
+        finished(row)
+        if fail_fast and row["verdict"] == Verdict.FAIL:
+            break
+    return made
+
+
+def _identity(row: Row) -> tuple[str, ...]:
+    """What makes two rows the same: inputs, implementation, its sources, its contract, the reference."""
+    return tuple(str(row[key]) for key in ("case", "impl", "impl_hash", "contract", "reference"))
+
+
+def check_device(device: str) -> None:
+    """ValueError for a device that torch doesn't have here."""
+    import torch
+
+    kind, _, index = device.partition(":")
+    if kind == "cpu" and not index:
+        return
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
+    if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: {device} is not here ({torch.cuda.device_count()} CUDA devices); use --device cpu")
+
+
+def interpret(device: str) -> None:
+    """Choose Triton's interpreter for kernels on a CPU. Only before Triton is imported; the choice holds for the process."""
+    if not device.startswith("cuda"):
+        os.environ["TRITON_INTERPRET"] = "1"

@@ -1,0 +1,170 @@
+"""The trajectory: candidate and references step by step from one shared initial state.
+
+The gate's side restarts from the candidate's own pools at every step; the drift's side runs freely. Both in slices of
+sequences, so that gold never needs a second pool in FP64.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimized.registry import Implementation
+from parity import metrics
+from parity.buffers import same_bits
+from parity.case import Case, Pools, StepInputs
+from parity.metrics import Moments
+from parity.oracle import Operator, Oracle
+
+SLICE_BYTES = 1 << 26  # of FP64 state at a time
+ULP_BINS = 4096
+
+
+@dataclass
+class Drift:
+    """Free-running candidate against free-running reference after one step."""
+
+    step: int
+    cosine: float
+    rel_l2: float
+    state_rel_l2: float
+    injected: float
+    propagated: float
+
+
+@dataclass
+class Call:
+    """One call of the candidate: what it started from and what it made of it."""
+
+    number: int
+    inputs: StepInputs
+    state_before: Tensor  # [N, H, V, K], the candidate's own
+    window_before: Tensor  # [N, 3, channels]
+    out: Tensor  # [N, H, V]
+    inputs_intact: bool
+
+
+@dataclass
+class Step:
+    """A call, judged."""
+
+    call: Call
+    output: Moments
+    state: Moments
+    window_exact: Tensor  # [N] bool
+    ulps: Tensor  # histogram of the output's distance from gold in its own dtype
+    drift: Drift
+
+
+class FreeRun:
+    """The reference side of the drift: the FP32 reference, or a named implementation, on its own pools."""
+
+    def __init__(self, case: Case, reference: Implementation | None) -> None:
+        self.case = case
+        self.oracle = Oracle(case, None)
+        self.pools: Pools | None = None
+        self.call: Operator | None = None
+        pools = case.pools()
+        if reference is not None:
+            self.pools, self.call = pools, reference.load()
+        else:
+            self.state, self.window = pools.state[pools.index].float(), pools.window[pools.index].float()
+
+    def step(self, x: dict[str, Tensor]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Advance; yields (sequences, out, state) slice by slice."""
+        if self.call is not None and self.pools is not None:
+            pools = self.pools
+            out = run(self.call, self.case, pools, x).unflatten(1, (self.case.problem.heads, -1))
+            for part in slices(self.case):
+                yield part, out[part], pools.state[pools.index[part]]
+            return
+        for part in slices(self.case):
+            rows = {name: value[part] for name, value in x.items()}
+            after = self.oracle.predict(rows, self.state[part], self.window[part], torch.float32)
+            self.state[part], self.window[part] = after.state, after.window
+            yield part, after.out, after.state
+
+
+def slices(case: Case) -> Iterator[slice]:
+    """Sequences in runs whose FP64 state fits `SLICE_BYTES`."""
+    problem, kda = case.problem, case.kda
+    size = max(1, SLICE_BYTES // (problem.heads * kda.key_dim * kda.value_dim * 8))
+    for start in range(0, problem.batch, size):
+        yield slice(start, min(start + size, problem.batch))
+
+
+def run(call: Operator, case: Case, pools: Pools, x: dict[str, Tensor], **changed: Any) -> Tensor:
+    """One call of an implementation on pools; `changed` replaces arguments."""
+    arguments = {**case.weights, **case.settings, **x, "state": pools.state, "window": pools.window, "slots": pools.slots, **changed}
+    q, k = arguments.pop("q"), arguments.pop("k")
+    return call(q, k, **arguments)
+
+
+def walk(case: Case, call: Operator, oracle: Oracle, pools: Pools, free: FreeRun) -> Iterator[Step]:
+    """Every step of the case, candidate on `pools`."""
+    for number in range(1, case.problem.steps + 1):
+        yield _judge(case, oracle, pools, free, _call(case, call, pools, number))
+
+
+def _call(case: Case, call: Operator, pools: Pools, number: int) -> Call:
+    inputs = case.inputs(number)
+    before = inputs.projection.rows.clone()
+    state_before, window_before = pools.state[pools.index], pools.window[pools.index]
+    out = run(call, case, pools, inputs.tensors)
+    _check_output(case, out)
+    intact = same_bits(before, inputs.projection.rows) and inputs.projection.intact()
+    return Call(number, inputs, state_before, window_before, out.unflatten(1, (case.problem.heads, -1)), intact)
+
+
+def _check_output(case: Case, out: object) -> None:
+    shape = (case.problem.batch, case.problem.heads * case.kda.value_dim)
+    if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != case.problem.activation:
+        got = f"{list(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
+        raise TypeError(f"output: expected {list(shape)} {case.problem.activation}, got {got}")
+
+
+def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) -> Step:
+    """The step's moments, its ULP histogram and its drift, slice by slice."""
+    outputs, states, windows = [], [], []
+    ulps = torch.zeros(ULP_BINS, dtype=torch.int64)
+    sums = torch.zeros(8, dtype=torch.float64, device=call.out.device)
+    for part, free_out, free_state in free.step(call.inputs.tensors):
+        x = {name: value[part] for name, value in call.inputs.tensors.items()}
+        start = (x, call.state_before[part], call.window_before[part])
+        out, state, window = call.out[part], pools.state[pools.index[part]], pools.window[pools.index[part]]
+        gold = oracle.gold(*start)
+        exact = oracle.exact(*start) if oracle.roundings else gold
+        floors = oracle.floors(*start)
+        outputs.append(metrics.moments(out, gold.out, exact.out, [floor.out for floor in floors], out.dtype))
+        states.append(metrics.moments(state, gold.state, exact.state, [floor.state for floor in floors], state.dtype))
+        expected = torch.cat([start[2][:, 1:], torch.cat([x["q"], x["k"], x["v"]], dim=1)[:, None]], dim=1)
+        windows.append((window == expected).flatten(1).all(1))
+        distance = metrics.ulp_distance(out, exact.out.to(out.dtype)).clamp(max=ULP_BINS - 1)
+        ulps += torch.bincount(distance.flatten().cpu(), minlength=ULP_BINS)
+        sums += _drift_sums(out, free_out, state, free_state, exact.state)
+    drift = _drift(call.number, sums)
+    return Step(call, metrics.joined(outputs), metrics.joined(states), torch.cat(windows), ulps, drift)
+
+
+def _drift_sums(out: Tensor, free_out: Tensor, state: Tensor, free_state: Tensor, one_step: Tensor) -> Tensor:
+    out, free_out, state, free_state = out.double(), free_out.double(), state.double(), free_state.double()
+    return torch.stack([
+        (out * free_out).sum(), out.square().sum(), free_out.square().sum(), (out - free_out).square().sum(),
+        free_state.square().sum(), (state - free_state).square().sum(),
+        (state - one_step).square().sum(), (one_step - free_state).square().sum(),
+    ])  # fmt: skip
+
+
+def _drift(number: int, sums: Tensor) -> Drift:
+    dot, out, free_out, out_difference, free_state, difference, injected, propagated = sums.tolist()
+
+    def relative(part: float, whole: float) -> float:
+        return (part / whole) ** 0.5 if whole > 0 else (0.0 if part == 0 else float("inf"))
+
+    cosine = dot / (out * free_out) ** 0.5 if out * free_out > 0 else float(out == free_out)
+    return Drift(
+        number, cosine, relative(out_difference, free_out), relative(difference, free_state),
+        relative(injected, free_state), relative(propagated, free_state),
+    )  # fmt: skip

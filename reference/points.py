@@ -1,0 +1,101 @@
+"""Named points: the one mechanism for rounding, taps and grafts.
+
+A reference passes each intermediate through a callable, `x = at("beta", x)`. What the callable does makes the same
+straight-line math the exact gold, the emulation of a kernel's roundings, a recording, or a hypothesis about a fault.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+At = Callable[[str, Tensor], Tensor]
+
+KDA_CELL = ("conv", "q", "k", "g", "decay", "beta", "read", "delta", "state", "core", "norm", "gate", "out")
+BOUNDARY = frozenset({"state", "out"})  # what is stored; everything else is interior
+
+ACTIVATION = "activation"  # in a contract: the dtype of the activations of the case
+
+
+@dataclass(frozen=True)
+class Contract:
+    """A precision contract: where an implementation rounds, as data.
+
+    rounds: interior point -> dtype, or `ACTIVATION`. accumulate: how sums are formed. deterministic: equal inputs give
+    equal bits for one launch configuration.
+    """
+
+    rounds: Mapping[str, torch.dtype | str] = field(default_factory=dict)
+    accumulate: str = "fp32"
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        unknown = [point for point in self.rounds if point not in KDA_CELL or point in BOUNDARY]
+        if unknown:
+            interior = ", ".join(point for point in KDA_CELL if point not in BOUNDARY)
+            raise ValueError(f"contract: {', '.join(unknown)} can't round; interior points are {interior}")
+        if self.accumulate not in ("fp32", "mma_bf16", "mma_tf32", "mma_fp8"):
+            raise ValueError(f"contract: accumulate is one of fp32, mma_bf16, mma_tf32, mma_fp8, got {self.accumulate!r}")
+        object.__setattr__(self, "rounds", MappingProxyType(dict(self.rounds)))
+
+    def resolve(self, activation: torch.dtype) -> dict[str, torch.dtype]:
+        """The dtype at each point that rounds for activations of this dtype; FP32 rounds nothing of an FP32 computation."""
+        dtypes = {point: activation if dtype == ACTIVATION else dtype for point, dtype in self.rounds.items()}
+        return {point: dtype for point, dtype in dtypes.items() if isinstance(dtype, torch.dtype) and dtype != torch.float32}
+
+
+def exact(name: str, x: Tensor) -> Tensor:
+    """The identity: no rounding anywhere."""
+    return x
+
+
+def rounding(dtypes: Mapping[str, torch.dtype]) -> At:
+    """Round to nearest even at the named points, and go on in the dtype of the computation."""
+
+    def at(name: str, x: Tensor) -> Tensor:
+        return x.to(dtypes[name]).to(x.dtype) if name in dtypes else x
+
+    return at
+
+
+def flipped(dtypes: Mapping[str, torch.dtype], ulps: float) -> At:
+    """`rounding`, with every value that lies within `ulps` FP32 units of a tie rounded to the other side.
+
+    Noise that is healthy in FP32 decides such values. A unit is taken at the value or at the row's root mean square,
+    whichever is larger, since a sum that cancels keeps the noise of its terms.
+    """
+    spread = ulps * torch.finfo(torch.float32).eps
+    rounded = rounding(dtypes)
+
+    def at(name: str, x: Tensor) -> Tensor:
+        if name not in dtypes:
+            return x
+        near = rounded(name, x)
+        away = torch.where(x.abs() > near.abs(), 1, -1).to(torch.int16)
+        other = (near.to(dtypes[name]).view(torch.int16) + away).view(dtypes[name]).to(x.dtype)
+        noise = spread * torch.maximum(x.abs(), x.square().mean(-1, keepdim=True).sqrt())
+        return torch.where(((near + other) / 2 - x).abs() <= noise, other, near)
+
+    return at
+
+
+def tapped(values: dict[str, Tensor], inner: At = exact) -> At:
+    """Record a copy of every value in `values`, by point."""
+
+    def at(name: str, x: Tensor) -> Tensor:
+        x = inner(name, x)
+        values[name] = x.clone()
+        return x
+
+    return at
+
+
+def grafted(values: Mapping[str, Tensor], inner: At = exact) -> At:
+    """Return the value from `values` at its points, the computed one elsewhere."""
+
+    def at(name: str, x: Tensor) -> Tensor:
+        return values[name].to(x.dtype) if name in values else inner(name, x)
+
+    return at

@@ -1,0 +1,218 @@
+"""GLM Workbench on the command line: parse, call `parity`, render."""
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+EXIT_CODES = """Exit codes: 0 all PASS or SKIPPED with at least one PASS; 1 any FAIL; 2 usage; 3 INCONCLUSIVE or VACUOUS, or nothing ran."""
+
+app = typer.Typer(
+    help=f"Parity of optimized kernels with FP32 references, step by step. {EXIT_CODES}",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class Format(StrEnum):
+    """Renderings of a record."""
+
+    text = "text"
+    json = "json"
+    junit = "junit"
+    markdown = "markdown"
+
+
+Operators = Annotated[
+    list[str] | None, typer.Argument(metavar="[OP|CASE]...", help="Operators or cases (op:key=value,...); all when left out.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu (Triton's interpreter), cuda or cuda:N. Default: cuda when there is one.")]
+Out = Annotated[Path | None, typer.Option(help="Write the record here, as JSON, after every row.")]
+As = Annotated[Format, typer.Option("--format", help="What to print.")]
+
+
+def _many(what: str) -> Any:
+    return typer.Option(help=f"{what} Comma separated.")
+
+
+@app.command(epilog=EXIT_CODES)
+def sweep(
+    op: Operators = None,
+    model: Annotated[str | None, _many("Presets.")] = None,
+    heads: Annotated[str | None, _many("Heads on this rank.")] = None,
+    batch: Annotated[str | None, _many("Sequences.")] = None,
+    dtype: Annotated[str | None, _many("Activations: bf16, fp16, fp32.")] = None,
+    state_dtype: Annotated[str | None, _many("State pool: fp32, bf16.")] = None,
+    regime: Annotated[str | None, _many("Input regimes.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps from the shared state.")] = None,
+    impl: Annotated[str | None, _many("Implementations, or package.module:function of your own.")] = None,
+    reference: Annotated[str | None, typer.Option(help="Drift against this implementation instead of the FP32 reference.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the one derived from the case.")] = None,
+    device: Device = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file of these options; the command line wins.")] = None,
+    out: Out = None,
+    resume: Annotated[Path | None, typer.Option(help="Keep rows of this record whose inputs, contract and sources are unchanged.")] = None,
+    format: As = Format.text,
+    fail_fast: Annotated[bool, typer.Option(help="Stop at the first FAIL.")] = False,
+    list: Annotated[bool, typer.Option("--list", help="List operators, implementations and regimes; run nothing.")] = False,
+    signatures: Annotated[bool, typer.Option("--signatures", help="With --list: signatures, for an implementation of your own.")] = False,
+) -> None:
+    """Parity over operators x heads x batch x dtype x state dtype x regime x implementation."""
+    given = dict(
+        op=op or None, model=model, heads=heads, batch=batch, dtype=dtype, state_dtype=state_dtype, regime=regime, steps=steps,
+        impl=impl, reference=reference, seed=seed, device=device,
+    )  # fmt: skip
+    options = _options(config, given)
+    from parity import catalog, record, render, sweep
+
+    if list or signatures:
+        typer.echo(catalog.listing(signatures))
+        return
+    before = record.load(resume) if resume else None
+    if out is not None:
+        record.check_writable(out)
+    work = sweep.tasks(options)
+    made = record.new(options.device, _command_line())
+    with _progress() as progress:
+        bar = progress.add_task("", total=len(work))
+        sweep.run(
+            work, made, out=out, resume=before, fail_fast=fail_fast,
+            started=lambda task: progress.update(bar, description=f"{task.impl.name} {task.problem}"),
+            finished=lambda row: progress.advance(bar),
+        )  # fmt: skip
+    _print(made, format, render)
+    raise typer.Exit(record.exit_code(made["rows"]))
+
+
+@app.command()
+def dispatch(
+    op: Annotated[str, typer.Argument(help="Operator.")] = "kda.decode",
+    model: Annotated[str, typer.Option(help="Preset.")] = "glm-5.3-flash",
+    heads: Annotated[int, typer.Option(help="Heads on this rank.")] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 16,
+    dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16, fp32.")] = "bf16",
+    state_dtype: Annotated[str, typer.Option(help="State pool: fp32, bf16.")] = "fp32",
+    arch: Annotated[str | None, typer.Option(help="One architecture, such as sm90; all when left out.")] = None,
+    without: Annotated[str, typer.Option(help="Implementations to switch off, comma separated.")] = "",
+) -> None:
+    """What would run where, and why: for every SM version, with or without a GPU."""
+    _interpret("cpu")
+    from dataclasses import replace
+
+    from optimized import dispatch
+    from parity.problem import Problem
+    from parity.render import tables
+
+    work = Problem(op, model, heads, batch, dtype, state_dtype).workload()
+    off = [name for name in without.split(",") if name]
+    choices = {arch: dispatch.choose(replace(work, arch=arch), off)} if arch else dispatch.matrix(work, off)
+    title = f"{op} {model}, {heads} heads, batch {batch}, {dtype} activations, {state_dtype} state"
+    Console(width=None if Console().is_terminal else 200).print(tables.dispatch(title, choices))
+
+
+@app.command()
+def doctor(device: Device = None) -> None:
+    """This machine: versions, what can run, known compiler faults. Exit code 1 when something is wrong."""
+    device = _device(device)
+    from parity import doctor
+    from parity.render import tables
+
+    findings = doctor.examine(device)
+    Console(width=None if Console().is_terminal else 160).print(tables.doctor(findings))
+    raise typer.Exit(int(any(finding.ok is False for finding in findings)))
+
+
+@app.command(epilog=EXIT_CODES)
+def report(
+    file: Annotated[Path, typer.Argument(metavar="RECORD", help="A record that sweep wrote.")],
+    format: As = Format.text,
+    out: Annotated[Path | None, typer.Option(help="Write here instead of printing.")] = None,
+) -> None:
+    """Render a record: text, JSON, JUnit or Markdown."""
+    from parity import record, render
+
+    made = record.load(file)
+    if out is None:
+        _print(made, format, render)
+    else:
+        record.check_writable(out)
+        record.write(out, render.render(made, format))
+    raise typer.Exit(record.exit_code(made["rows"]))
+
+
+def _options(config: Path | None, given: dict[str, Any]) -> Any:
+    """The options of a sweep, with the interpreter chosen for their device before Triton is imported."""
+    from parity import sweep
+
+    options = sweep.layered(_default_device(), config, given)
+    sweep.check_device(options.device)
+    sweep.interpret(options.device)
+    return options
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device(device: str | None) -> str:
+    from parity import sweep
+
+    chosen = device or _default_device()
+    sweep.check_device(chosen)
+    _interpret(chosen)
+    return chosen
+
+
+def _interpret(device: str) -> None:
+    from parity import sweep
+
+    sweep.interpret(device)
+
+
+def _command_line() -> list[str]:
+    import sys
+
+    return ["workbench", *sys.argv[1:]]
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _print(made: dict[str, Any], format: Format, render: Any) -> None:
+    console = Console()
+    if format is Format.text:
+        text = render.text.render(made, width=max(console.width, 100), color=console.is_terminal)
+    else:
+        text = render.render(made, format)
+    typer.echo(text, nl=not text.endswith("\n"))
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise SystemExit(2)
+
+
+def main(run: Callable[[], Any] = app) -> None:
+    """The `workbench` command. What a user can mend is one line and exit code 2."""
+    try:
+        run()
+    except (ValueError, TypeError) as error:
+        _refuse(str(error))
+    except OSError as error:
+        _refuse(f"{error.filename or 'file'}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        typer.echo("interrupted: rows finished before are in the record", err=True)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()
