@@ -12,11 +12,20 @@ from optimized.registry import Workload
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch configuration of the decode kernel: rows of V per pass, warps, and software pipelining of the passes."""
+    """Launch configuration of the decode kernel.
+
+    rows: of V in a pass. warps. stages: of the pipeline over passes; 0 loads the next pass into registers instead.
+    chunk: of K, the fewer keys, the fewer lanes share a row. pdl: may start while the kernel before it ends.
+    """
 
     rows: int
     warps: int
     stages: int
+    chunk: int = 32
+    pdl: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.rows}r{self.warps}w{self.stages}s{self.chunk}c{'p' if self.pdl else ''}"
 
 
 @dataclass(frozen=True)

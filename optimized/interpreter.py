@@ -44,6 +44,12 @@ def active() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y") and find_spec("triton") is not None
 
 
+def require(argument: str) -> None:
+    """ValueError for a CPU tensor that only the interpreter could run, outside it."""
+    if not active():
+        raise ValueError(f"{argument}: expected a CUDA tensor, got one on cpu; set TRITON_INTERPRET=1 before importing triton")
+
+
 def unsupported(triton_version: str) -> str | None:
     """Why the interpreter of this Triton can't give verdicts, or None: a wrong lane is worse than none."""
     found = re.match(r"(\d+)\.(\d+)", triton_version)

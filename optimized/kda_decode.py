@@ -74,92 +74,136 @@ def _shift(window, channel, tap_stride, channel_stride, mask, t1, t2, t3):
     tl.store(window + channel * channel_stride + 2 * tap_stride, t3.to(dtype), mask=mask)
 
 
+@triton.jit
+def _load_rows(state, tile, key, carried, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """Rows of the state as [BV, chunks, KI] in FP32; zeros for a fresh sequence, whatever the slot holds."""
+    row = tile * BV + tl.arange(0, BV)[:, None, None]
+    mask = (row < V) & (key < K)[None, :, :] & carried
+    return tl.load(state + row * K + key[None, :, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def _store_rows(state, tile, s, key, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    row = tile * BV + tl.arange(0, BV)[:, None, None]
+    mask = (row < V) & (key < K)[None, :, :]
+    tl.store(state + row * K + key[None, :, :], s.to(state.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def _dot_rows(s, x):
+    """Each row of s [BV, chunks, KI] times x [chunks, KI]: chunks in a thread, then the few lanes that share a row."""
+    return tl.sum(tl.sum(s * x[None, :, :], 1), 1)
+
+
+@triton.jit
+def _delta_rule(s, tile, tiles, v, core, b, k_n, k_decayed, q_decayed, decay, k_dot_q):
+    """One tile of rows: the updated rows, and `core` [TILES, BV] with this tile's filled in."""
+    v_tile = tl.sum(tl.where(tiles == tile, v, 0.0), 0)
+    delta = b * (v_tile - _dot_rows(s, k_decayed))
+    core_tile = _dot_rows(s, q_decayed) + delta * k_dot_q
+    s = s * decay[None, :, :] + delta[:, None, None] * k_n[None, :, :]
+    return s, tl.where(tiles == tile, core_tile[None, :], core)
+
+
 @triton.jit(do_not_specialize=["num_slots"])
 def kda_decode_kernel(
     q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, norm_weight, state, window, slots, fresh, out,
     q_stride, k_stride, v_stride, f_stride, beta_stride, gate_stride, out_stride,
     state_stride, window_stride, tap_stride, channel_stride,
     num_slots, heads, lower_bound, norm_eps,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    BOUNDED: tl.constexpr, HAS_FRESH: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr, RATE_MAX: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, CHUNKS: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr, BOUNDED: tl.constexpr, HAS_FRESH: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+    RATE_MAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     head = pid % heads
     row = (pid // heads).to(tl.int64)
 
-    kk = tl.arange(0, BK)
+    kk = tl.arange(0, CHUNKS * KI)  # all of K
     in_k = kk < K
+    key = tl.arange(0, CHUNKS)[:, None] * KI + tl.arange(0, KI)[None, :]  # [CHUNKS, KI]: the same, as the state is tiled
     tiles = tl.arange(0, TILES)[:, None]
-    vv = tiles * BV + tl.arange(0, BV)[None, :]  # [TILES, BV]: all of V
-    in_v = vv < V
+    value = tiles * BV + tl.arange(0, BV)[None, :]  # [TILES, BV]: all of V
+    in_v = value < V
     out_row = out + row * out_stride + head * V
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
     slot = tl.load(slots + row).to(tl.int64)
     if (slot < 0) | (slot >= num_slots):
-        tl.store(out_row + vv, tl.zeros([TILES, BV], tl.float32).to(out.dtype.element_ty), mask=in_v)
+        tl.store(out_row + value, tl.zeros([TILES, BV], tl.float32).to(out.dtype.element_ty), mask=in_v)
         return
     carried = slot >= 0
     if HAS_FRESH:
         carried = tl.load(fresh + row) == 0
     state_row = state + slot * state_stride + head * (V * K)
     window_row = window + slot * window_stride
+    if STAGES < 2:  # no pipeline: the first rows are under way before anything waits
+        s_next = _load_rows(state_row, 0, key, carried, K, V, BV)
 
     q_channel = head * K + kk
     k_channel = heads * K + q_channel
-    v_channel = 2 * heads * K + head * V + vv
+    v_channel = 2 * heads * K + head * V + value
     q0, q1, q2, q3 = _taps(q + row * q_stride + q_channel, window_row, q_channel, tap_stride, channel_stride, in_k, carried)
     k0, k1, k2, k3 = _taps(k + row * k_stride + q_channel, window_row, k_channel, tap_stride, channel_stride, in_k, carried)
+    v0, v1, v2, v3 = _taps(v + row * v_stride + head * V + value, window_row, v_channel, tap_stride, channel_stride, in_v, carried)
+    x = tl.load(f + row * f_stride + q_channel, mask=in_k, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias + q_channel, mask=in_k, other=0.0)
+    rate = tl.exp(tl.minimum(tl.load(a_log + head), RATE_MAX))
+    b = _sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
+    weight = tl.load(norm_weight + value, mask=in_v, other=0.0).to(tl.float32)
+    weight *= _sigmoid(tl.load(gate + row * gate_stride + head * V + value, mask=in_v, other=0.0).to(tl.float32))
+
     q_y = _conv(conv_weight, q_channel, in_k, q0, q1, q2, q3)
     k_y = _conv(conv_weight, k_channel, in_k, k0, k1, k2, k3)
+    v_y = _conv(conv_weight, v_channel, in_v, v0, v1, v2, v3)
     q_n = q_y * (tl.rsqrt(tl.sum(q_y * q_y, 0) + EPS) * SCALE)
     k_n = k_y * tl.rsqrt(tl.sum(k_y * k_y, 0) + EPS)
     k_dot_q = tl.sum(k_n * q_n, 0)
-
-    rate = tl.exp(tl.minimum(tl.load(a_log + head), RATE_MAX))
-    x = tl.load(f + row * f_stride + q_channel, mask=in_k, other=0.0).to(tl.float32)
-    x += tl.load(dt_bias + q_channel, mask=in_k, other=0.0)
     if BOUNDED:
         g = lower_bound * _sigmoid(rate * x)
     else:
         g = -rate * _softplus(x)
     decay = tl.where(in_k, tl.exp(g), 0.0)
-    b = _sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
-    k_decayed = k_n * decay
-    q_decayed = q_n * decay
-
-    core = tl.zeros([TILES, BV], tl.float32)
-    for tile in tl.range(0, TILES, num_stages=STAGES):
-        v_row = tile * BV + tl.arange(0, BV)
-        in_tile = v_row < V
-        cell = state_row + v_row[:, None] * K + kk[None, :]
-        in_cell = in_tile[:, None] & in_k[None, :]
-        s = tl.load(cell, mask=in_cell & carried, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        channel = 2 * heads * K + head * V + v_row
-        v_in = v + row * v_stride + head * V + v_row
-        v0, v1, v2, v3 = _taps(v_in, window_row, channel, tap_stride, channel_stride, in_tile, carried)
-        v_y = _conv(conv_weight, channel, in_tile, v0, v1, v2, v3)
-        delta = b * (v_y - tl.sum(s * k_decayed[None, :], 1))
-        core_tile = tl.sum(s * q_decayed[None, :], 1) + delta * k_dot_q
-        s = s * decay[None, :] + delta[:, None] * k_n[None, :]
-        tl.store(cell, s.to(state.dtype.element_ty), mask=in_cell, eviction_policy="evict_first")
-        core = tl.where(tiles == tile, core_tile[None, :], core)
-
-    weight = tl.load(norm_weight + vv, mask=in_v, other=0.0).to(tl.float32)
-    g_out = tl.load(gate + row * gate_stride + head * V + vv, mask=in_v, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(tl.sum(core * core, 1), 0) / V + norm_eps)
-    y = core * scale * weight * _sigmoid(g_out)
-    tl.store(out_row + vv, y.to(out.dtype.element_ty), mask=in_v)
+    k_decayed = tl.reshape(k_n * decay, [CHUNKS, KI])
+    q_decayed = tl.reshape(q_n * decay, [CHUNKS, KI])
+    k_n = tl.reshape(k_n, [CHUNKS, KI])
+    decay = tl.reshape(decay, [CHUNKS, KI])
 
     # Every thread has read the window before any thread shifts it: lanes may hold copies of one channel.
-    v0, v1, v2, v3 = _taps(v + row * v_stride + head * V + vv, window_row, v_channel, tap_stride, channel_stride, in_v, carried)
     tl.debug_barrier()
     _shift(window_row, q_channel, tap_stride, channel_stride, in_k, q1, q2, q3)
     _shift(window_row, k_channel, tap_stride, channel_stride, in_k, k1, k2, k3)
     _shift(window_row, v_channel, tap_stride, channel_stride, in_v, v1, v2, v3)
 
+    core = tl.zeros([TILES, BV], tl.float32)
+    if STAGES == 0:
+        for tile in tl.static_range(0, TILES):
+            s = s_next
+            if tile + 1 < TILES:
+                s_next = _load_rows(state_row, tile + 1, key, carried, K, V, BV)
+            s, core = _delta_rule(s, tile, tiles, v_y, core, b, k_n, k_decayed, q_decayed, decay, k_dot_q)
+            _store_rows(state_row, tile, s, key, K, V, BV)
+    elif STAGES == 1:
+        for tile in tl.range(0, TILES, num_stages=1):
+            s = s_next
+            s_next = _load_rows(state_row, tile + 1, key, carried, K, V, BV)
+            s, core = _delta_rule(s, tile, tiles, v_y, core, b, k_n, k_decayed, q_decayed, decay, k_dot_q)
+            _store_rows(state_row, tile, s, key, K, V, BV)
+    else:
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            s = _load_rows(state_row, tile, key, carried, K, V, BV)
+            s, core = _delta_rule(s, tile, tiles, v_y, core, b, k_n, k_decayed, q_decayed, decay, k_dot_q)
+            _store_rows(state_row, tile, s, key, K, V, BV)
+
+    scale = tl.rsqrt(tl.sum(tl.sum(core * core, 1), 0) / V + norm_eps)
+    tl.store(out_row + value, (core * scale * weight).to(out.dtype.element_ty), mask=in_v)
+
 
 def launch(
     tile: dispatch.Tile,
+    sizes: validate.KdaSizes,
     q: Tensor,
     k: Tensor,
     *,
@@ -174,25 +218,24 @@ def launch(
     state: Tensor,
     window: Tensor,
     slots: Tensor,
-    fresh: Tensor | None,
+    fresh: Tensor | None = None,
     lower_bound: float | None,
     norm_eps: float,
-    sizes: validate.KdaSizes,
 ) -> Tensor:
     """The launch of validated arguments with a given tile."""
     out = torch.empty(sizes.sequences, sizes.heads * sizes.value_dim, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    block_k, padded_v = triton.next_power_of_2(sizes.key_dim), triton.next_power_of_2(sizes.value_dim)
-    block_v = min(tile.rows, padded_v)
+    padded_k, padded_v = triton.next_power_of_2(sizes.key_dim), triton.next_power_of_2(sizes.value_dim)
+    chunk, rows = min(tile.chunk, padded_k), min(tile.rows, padded_v)
     kda_decode_kernel[(sizes.sequences * sizes.heads,)](
         q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, norm_weight, state, window, slots, fresh, out,
         q.stride(0), k.stride(0), v.stride(0), f.stride(0), beta.stride(0), gate.stride(0), out.stride(0),
         state.stride(0), *window.stride(),
         sizes.slots, sizes.heads, lower_bound or 0.0, norm_eps,
-        K=sizes.key_dim, V=sizes.value_dim, BK=block_k, BV=block_v, TILES=padded_v // block_v, STAGES=tile.stages,
+        K=sizes.key_dim, V=sizes.value_dim, CHUNKS=padded_k // chunk, KI=chunk, BV=rows, TILES=padded_v // rows, STAGES=tile.stages,
         BOUNDED=lower_bound is not None, HAS_FRESH=fresh is not None, SCALE=sizes.key_dim**-0.5, EPS=L2_EPS, RATE_MAX=MAX_A_LOG,
-        num_warps=tile.warps, enable_fp_fusion=True,
+        PDL=tile.pdl, num_warps=tile.warps, enable_fp_fusion=True, launch_pdl=tile.pdl,
     )  # fmt: skip
     return out
 
@@ -218,19 +261,17 @@ def decode(
 ) -> Tensor:
     """`reference.kda.decode` as one Triton launch; arguments, pools, errors and return value as there.
 
-    BF16, FP16 or FP32 activations, FP32 or BF16 state. Nothing inside is rounded below FP32. RuntimeError on a CPU
-    outside Triton's interpreter.
+    BF16, FP16 or FP32 activations, FP32 or BF16 state. Nothing inside is rounded below FP32. CPU tensors only in
+    Triton's interpreter.
     """
     arguments: dict[str, Any] = dict(
         v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
         state=state, window=window, slots=slots, fresh=fresh, lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
-    sizes = validate.kda_cell(q, k, **arguments)
-    validate.kda_decode(sizes)
+    sizes = validate.kda_decode(q, k, **arguments)
     validate.kernel_dtypes(q.dtype, state.dtype)
     if q.device.type == "cpu":
-        if not interpreter.active():
-            raise RuntimeError("kda.decode: the Triton kernel needs a GPU, or TRITON_INTERPRET=1 set before Triton is imported")
+        interpreter.require("q")
         validate.values(slots, sizes.slots)
-    name = arch.of_device(str(q.device))
-    return launch(dispatch.tile(name, state.dtype, sizes.sequences * sizes.heads), q, k, **arguments, sizes=sizes)
+    tile = dispatch.tile(arch.of_device(str(q.device)), state.dtype, sizes.sequences * sizes.heads)
+    return launch(tile, sizes, q, k, **arguments)

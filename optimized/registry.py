@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,12 @@ class Implementation:
     kernels: tuple[str, ...]
     supports: Supports
     packages: tuple[str, ...] = ()  # whose versions are part of its identity
+    capturable: bool = True  # in a CUDA graph
+    function: Callable[..., Any] | None = None  # given as such, not by name
 
     def load(self) -> Callable[..., Any]:
         """The callable. ImportError when a package is missing; ValueError when the target does not exist."""
-        return _resolve(self.target)
+        return self.function or _resolve(self.target)
 
     def source_hash(self) -> str:
         """Identity of what runs: its sources, those of ours it imports, its contract, and its packages' versions."""
@@ -160,6 +162,7 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             ("aten::bmm", "aten::baddbmm_", "aten::silu"),
             _torch_runs,
             ("torch",),
+            capturable=False,  # the rows of padding are selected on the host
         ),
     )
 }
@@ -191,13 +194,23 @@ def find(op: str, name: str) -> Implementation:
     raise ValueError(f"impl: expected one of {names} or package.module:function, got {name!r}")
 
 
+def of_function(op: str, function: Callable[..., Any]) -> Implementation:
+    """A user's function: `contract` and `kernels` are read from its attributes when it has them."""
+    target = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+    contract, kernels = getattr(function, "contract", None), getattr(function, "kernels", ())
+    return Implementation(op, target, target, contract, tuple(kernels), _anything, function=function)
+
+
+def _anything(work: Workload) -> tuple[bool, str]:
+    return True, "named by the user"
+
+
 def _external(op: str, name: str, target: str) -> Implementation:
-    """A user's implementation: `contract` and `kernels` are read from attributes of the function when it has them."""
+    """A user's implementation, by name."""
     try:
         function = _resolve(target)
     except ValueError:
         raise
     except Exception as error:
         raise ValueError(f"impl: can't import {target.partition(':')[0]!r}: {error}; run from its folder or install it") from error
-    contract, kernels = getattr(function, "contract", None), getattr(function, "kernels", ())
-    return Implementation(op, name, target, contract, tuple(kernels), lambda work: (True, "named by the user"))
+    return replace(of_function(op, function), name=name, target=target)

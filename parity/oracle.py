@@ -38,7 +38,7 @@ class Oracle:
         given = {**case.weights, **case.settings, **x, **changed}
         arguments: dict[str, Any] = {name: value.to(dtype) if isinstance(value, Tensor) else value for name, value in given.items()}
         q, k = arguments.pop("q"), arguments.pop("k")
-        new_state, new_window = state.to(dtype, copy=True), window.to(dtype, copy=True)
+        new_state, new_window = state.to(dtype).clone(memory_format=torch.contiguous_format), window.to(dtype, copy=True)
         slots = torch.arange(state.shape[0], dtype=torch.int32, device=state.device)
         out = kda.decode(q, k, **arguments, state=new_state, window=new_window, slots=slots, at=at)
         return Prediction(out.unflatten(1, (case.problem.heads, -1)), new_state, new_window)

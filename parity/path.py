@@ -42,7 +42,7 @@ def observe(impl: Implementation, call: Callable[[], torch.Tensor], inputs: list
     with _triton_launches(kernels), _aten_operators(aten), _reference_entries() as entered:
         out = call()
     if not kernels and device.startswith("cuda"):
-        kernels.update(_profiled(call))
+        kernels.update(profiled(call))
     declared = set(impl.kernels)
     wants_aten = any(name.startswith(ATEN) for name in declared)
     seen = kernels if kernels and not wants_aten else kernels + aten
@@ -108,7 +108,8 @@ def _reference_entries() -> Iterator[set[str]]:
         sys.setprofile(before)
 
 
-def _profiled(call: Callable[[], torch.Tensor]) -> Counter[str]:
+def profiled(call: Callable[[], Any]) -> Counter[str]:
+    """Device kernels of one call, as the profiler sees them."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

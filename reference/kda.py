@@ -118,11 +118,10 @@ def decode(
     Returns [N, H*V] in the dtype of q. ValueError or TypeError before anything is touched.
     """
     weights = dict(conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight)
-    sizes = validate.kda_cell(
+    sizes = validate.kda_decode(
         q, k, v=v, f=f, beta=beta, gate=gate, **weights, state=state, window=window, slots=slots, fresh=fresh,
         lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
-    validate.kda_decode(sizes)
     validate.values(slots, sizes.slots)
 
     live, row_state, row_window = _load(state, window, slots, fresh, _compute_dtype(q, state))
@@ -163,11 +162,10 @@ def prefill(
     its state, or leaves zeros when it is fresh.
     """
     weights = dict(conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight)
-    sizes = validate.kda_cell(
-        q, k, v=v, f=f, beta=beta, gate=gate, **weights, state=state, window=window, slots=slots, fresh=fresh,
+    sizes = validate.kda_prefill(
+        q, k, v=v, f=f, beta=beta, gate=gate, **weights, state=state, window=window, cu_seqlens=cu_seqlens, slots=slots, fresh=fresh,
         lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
-    validate.kda_prefill(sizes, cu_seqlens, q.device)
     validate.values(slots, sizes.slots)
     validate.offsets(cu_seqlens, sizes.tokens)
 

@@ -6,7 +6,9 @@ every case.
 """
 
 import itertools
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +65,7 @@ def _head_dim(name: str, x: object, heads: int) -> int:
     return x.shape[1] // heads
 
 
-def kda_cell(
+def _kda_cell(
     q: Tensor,
     k: Tensor,
     *,
@@ -78,7 +80,6 @@ def kda_cell(
     state: Tensor,
     window: Tensor,
     slots: Tensor,
-    fresh: Tensor | None,
     lower_bound: float | None,
     norm_eps: float,
 ) -> KdaSizes:
@@ -128,27 +129,36 @@ def kda_cell(
     _tensor("slots", slots, (sizes.sequences,), (torch.int32,), device)
     if not slots.is_contiguous():
         _fail("slots", "a contiguous tensor", f"stride {slots.stride()}", "pass slots.contiguous()")
+
+    if lower_bound is not None and not (isinstance(lower_bound, int | float) and -math.inf < lower_bound < 0):
+        _fail("lower_bound", "a negative finite number, or None for the softplus gate", lower_bound, "GLM-5.3-Flash has -5.0")
+    if not (isinstance(norm_eps, float) and 0 < norm_eps < math.inf):
+        _fail("norm_eps", "a positive finite float", norm_eps, "GLM-5.3-Flash has 1e-5")
+    return sizes
+
+
+def kda_decode(q: Tensor, k: Tensor, *, fresh: Tensor | None, **arguments: Any) -> KdaSizes:
+    """Structure of `kda.decode`: one token for each sequence."""
+    sizes = _kda_cell(q, k, **arguments)
+    if sizes.tokens != sizes.sequences:
+        _fail("slots", f"one slot for each of {sizes.tokens} tokens", sizes.sequences, "decode takes one token for each sequence")
+    _fresh(fresh, sizes, q.device)
+    return sizes
+
+
+def kda_prefill(q: Tensor, k: Tensor, *, cu_seqlens: Tensor, fresh: Tensor | None, **arguments: Any) -> KdaSizes:
+    """Structure of `kda.prefill`: sequences packed by cu_seqlens int32 [N+1]."""
+    sizes = _kda_cell(q, k, **arguments)
+    _tensor("cu_seqlens", cu_seqlens, (sizes.sequences + 1,), (torch.int32,), q.device)
+    _fresh(fresh, sizes, q.device)
+    return sizes
+
+
+def _fresh(fresh: Tensor | None, sizes: KdaSizes, device: torch.device) -> None:
     if fresh is not None:
         _tensor("fresh", fresh, (sizes.sequences,), (torch.bool,), device)
         if not fresh.is_contiguous():
             _fail("fresh", "a contiguous tensor", f"stride {fresh.stride()}", "pass fresh.contiguous()")
-
-    if lower_bound is not None and not (isinstance(lower_bound, int | float) and lower_bound < 0):
-        _fail("lower_bound", "a negative number, or None for the softplus gate", lower_bound, "GLM-5.3-Flash has -5.0")
-    if not (isinstance(norm_eps, float) and norm_eps > 0):
-        _fail("norm_eps", "a positive float", norm_eps, "GLM-5.3-Flash has 1e-5")
-    return sizes
-
-
-def kda_decode(sizes: KdaSizes) -> None:
-    """Decode takes one token for each sequence."""
-    if sizes.tokens != sizes.sequences:
-        _fail("slots", f"one slot for each of {sizes.tokens} tokens", sizes.sequences, "decode takes one token for each sequence")
-
-
-def kda_prefill(sizes: KdaSizes, cu_seqlens: Tensor, device: torch.device) -> None:
-    """Structure of the offsets: int32 [N+1]."""
-    _tensor("cu_seqlens", cu_seqlens, (sizes.sequences + 1,), (torch.int32,), device)
 
 
 def kernel_dtypes(activation: torch.dtype, state: torch.dtype) -> None:

@@ -30,11 +30,10 @@ def decode(
     norm_eps: float = 1e-5,
 ) -> Tensor:
     """`reference.kda.decode` in eager torch; arguments, pools, errors and return value as there."""
-    sizes = validate.kda_cell(
+    sizes = validate.kda_decode(
         q, k, v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
         state=state, window=window, slots=slots, fresh=fresh, lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
-    validate.kda_decode(sizes)
     validate.kernel_dtypes(q.dtype, state.dtype)
     if q.device.type == "cpu":
         validate.values(slots, sizes.slots)

@@ -5,7 +5,9 @@ convolution's output and the core are in the activation dtype. The kernels here 
 layouts that FLA's kernels read. Sources: `fla.layers.kda`, `fla.ops.kda.fused_recurrent`, flash-linear-attention 0.6.0.
 """
 
+import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 import triton
@@ -139,15 +141,13 @@ def decode(
     Never synchronises. FLA's kernels tune themselves at the first call with each width and dtype: make it before a CUDA graph
     is captured. Copies: windows into FLA's caches and back; f, beta and gate when they are strided. a_log is not clamped.
     """
-    sizes = validate.kda_cell(
+    sizes = validate.kda_decode(
         q, k, v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
         state=state, window=window, slots=slots, fresh=fresh, lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
-    validate.kda_decode(sizes)
     validate.kernel_dtypes(q.dtype, state.dtype)
     if q.device.type == "cpu":
-        if not interpreter.active():
-            raise ValueError("q: expected a CUDA tensor, got one on cpu; set TRITON_INTERPRET=1 before importing triton")
+        interpreter.require("q")
         validate.values(slots, sizes.slots)
     if sizes.sequences == 0:
         return torch.empty_like(v)
@@ -192,18 +192,45 @@ def _decode(
         clears = (n, triton.cdiv(row, BLOCK_STATE))
         clear_states_kernel[clears](state, slots, fresh, sizes.slots, state.stride(0), ROW=row, BLOCK=BLOCK_STATE)
 
-    # One launch for each of q, k and v, as in FLA's layer: its recurrence needs each contiguous.
     widths = [x.shape[1] for x in qkv]
     caches = [part.view(n, -1, TAPS) for part in cache.split([n * width * TAPS for width in widths])]
-    weights = conv_weight.split(widths)
+    # Copies of strided f, beta and gate: FLA's kernels have no strides for them.
+    out = _chain(
+        sizes, qkv, caches, f.contiguous(), beta.contiguous(), gate.contiguous(), conv_weight, a_log, dt_bias, norm_weight, state, rows,
+        lower_bound, norm_eps,
+    )  # fmt: skip
+    store_windows_kernel[grid](window, cache, slots, out, n, sizes.slots, *window.stride(), **layout)
+    return out.view(n, heads * value_dim)
+
+
+def _chain(
+    sizes: validate.KdaSizes,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    caches: list[Tensor],
+    f: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    state: Tensor,
+    rows: Tensor,
+    lower_bound: float | None,
+    norm_eps: float,
+) -> Tensor:
+    """FLA's own launches: three convolutions into its caches, the recurrence on `rows` of the pool, the norm; [N, H, V]."""
+    n, heads = sizes.sequences, sizes.heads
+    # One launch for each of q, k and v, as in FLA's layer: its recurrence needs each contiguous.
+    weights = conv_weight.split([x.shape[1] for x in qkv])
     conv = [causal_conv1d_update(x, c, weight=w, activation="silu")[0] for x, c, w in zip(qkv, caches, weights, strict=True)]
     q, k, v = (y.view(n, 1, heads, -1) for y in conv)
     core, _ = fused_recurrent_kda_fwd(
         q=q,
         k=k,
         v=v,
-        g=f.contiguous().view(n, 1, heads, key_dim),  # a copy of a strided f: the kernel has no strides
-        beta=beta.contiguous().view(n, 1, heads),  # likewise
+        g=f.view(n, 1, heads, sizes.key_dim),
+        beta=beta.view(n, 1, heads),
         A_log=a_log,
         dt_bias=dt_bias,
         initial_state=state,
@@ -216,10 +243,40 @@ def _decode(
         lower_bound=lower_bound,
         out=torch.empty_like(v),
     )
-    gates = gate.contiguous().view(n, heads, value_dim)  # a copy of a strided gate: likewise
-    out = rms_norm_gated(core.view(n, heads, value_dim), gates, norm_weight, None, activation="sigmoid", eps=norm_eps)
-    store_windows_kernel[grid](window, cache, slots, out, n, sizes.slots, *window.stride(), **layout)
-    return out.view(n, heads * value_dim)
+    heads_of = (n, heads, sizes.value_dim)
+    return rms_norm_gated(core.view(heads_of), gate.view(heads_of), norm_weight, None, activation="sigmoid", eps=norm_eps)
+
+
+def prepared(
+    q: Tensor,
+    k: Tensor,
+    *,
+    v: Tensor,
+    f: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    state: Tensor,
+    window: Tensor,
+    slots: Tensor,
+    lower_bound: float | None,
+    norm_eps: float = 1e-5,
+) -> Callable[[], Tensor]:
+    """FLA's launches alone, for timing: its caches filled and every input made contiguous beforehand. No padding."""
+    sizes = validate.kda_decode(
+        q, k, v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
+        state=state, window=window, slots=slots, fresh=None, lower_bound=lower_bound, norm_eps=norm_eps,
+    )  # fmt: skip
+    carried = torch.nn.functional.pad(window[slots.long()].transpose(1, 2), (1, 0))
+    caches = [part.contiguous() for part in carried.split([x.shape[1] for x in (q, k, v)], dim=1)]
+    qkv = (q.contiguous(), k.contiguous(), v.contiguous())
+    return functools.partial(
+        _chain, sizes, qkv, caches, f.contiguous(), beta.contiguous(), gate.contiguous(), conv_weight, a_log, dt_bias, norm_weight,
+        state, slots.long(), lower_bound, norm_eps,
+    )  # fmt: skip
 
 
 def _row_inside(scratch: Tensor, state: Tensor) -> int:

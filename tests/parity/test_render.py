@@ -19,8 +19,9 @@ def row(verdict: str = "PASS", reason: str = "", heads: int = 2, impl: str = "tr
     output = {"cosine": 0.999998, "rel_l2": 0.00171, "noise_ratio": 0.00831, "noise_ratio_head": 0.02, "limit": 2, "limit_head": 6}
     state = {"rel_l2": 3e-7, "noise_ratio": 1.04, "noise_ratio_head": 1.2, "limit": 8, "limit_head": 24, "would_pass": 12800.0}
     return {
-        "case": f"kda.decode:heads={heads},seed=7", "op": "kda.decode", "impl": impl, "reference": "fp32", "model": "tiny", "arch": "cpu", "heads": heads,
-        "batch": 2, "tokens": 2, "dtype": "bf16", "state_dtype": "fp32", "regime": "random", "steps": 16, "seed": 7, "verdict": verdict,
+        "case": f"kda.decode:heads={heads},seed=7", "op": "kda.decode", "impl": impl, "reference": "fp32", "model": "tiny", "arch": "cpu",
+        "heads": heads, "batch": 2, "tokens": 2, "dtype": "bf16", "state_dtype": "fp32", "regime": "random", "steps": 16, "seed": 7,
+        "verdict": verdict,
         "reason": reason, "path": None if skipped else {"kernels": [{"name": "_kda_decode_kernel", "launches": 16}], "proved": True},
         "output": None if skipped else output, "state": None if skipped else state, "drift": [{"step": 16, "state_rel_l2": 4.2e-7}],
         "growth_slope": 0.02, "first_divergence": None, "invariants": {"untouched_slots": True}, "seconds": 1.0, **changed,

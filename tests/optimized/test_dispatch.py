@@ -1,0 +1,140 @@
+"""Dispatch: which implementation runs where, with its reason, answered without a GPU and without the packages it names."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimized import arch, dispatch, registry
+from optimized.arch import ARCHS, CPU
+from optimized.registry import Workload
+
+ROOT = Path(__file__).resolve().parents[2]
+DECODE = Workload("kda.decode", "sm90", torch.bfloat16, torch.float32, 16, 4, 128, 128)
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+@needs_triton
+@pytest.mark.parametrize("name", list(ARCHS))
+def test_every_architecture_decodes_with_the_fused_kernel(name: str) -> None:
+    choice = dispatch.choose(replace(DECODE, arch=name))
+    assert (choice.impl, choice.rejected) == ("triton", ())
+    assert "one launch" in choice.reason
+    assert choice.tile == dispatch.tile(name, torch.float32, 64)
+
+
+@needs_triton
+def test_the_matrix_has_every_architecture_and_the_cpu() -> None:
+    matrix = dispatch.matrix(DECODE)
+    assert list(matrix) == [*ARCHS, CPU]
+    assert all(choice.reason for choice in matrix.values())
+
+
+def test_switching_the_fused_kernel_off_selects_fla_or_torch_and_says_what_was_passed_over() -> None:
+    choice = dispatch.choose(DECODE, without=["triton"])
+    assert choice.impl == ("torch" if importlib.util.find_spec("fla") is None else "fla")
+    assert choice.rejected[0] == ("triton", "switched off") and choice.tile is None
+    last = dispatch.choose(DECODE, without=["triton", "fla"])
+    assert (last.impl, last.rejected) == ("torch", (("triton", "switched off"), ("fla", "switched off")))
+
+
+def test_with_everything_off_it_raises_with_every_reason() -> None:
+    with pytest.raises(
+        ValueError, match=r"^dispatch: nothing runs kda.decode on sm90: triton: switched off; fla: switched off; torch: switched off$"
+    ):
+        dispatch.choose(DECODE, without=["triton", "fla", "torch"])
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"^arch: expected one of sm80, .*sm121, got 'sm99'$"):
+        dispatch.choose(replace(DECODE, arch="sm99"))
+    with pytest.raises(ValueError, match=r"^arch: expected one of .*, got 'hopper'$"):
+        arch.arch("hopper")
+
+
+def test_an_unknown_operator_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"^operator: expected one of kda.decode.*, got 'kda.encode'$"):
+        dispatch.choose(replace(DECODE, op="kda.encode"))
+    with pytest.raises(ValueError, match=r"^operator: expected one of kda.decode.*, got 'kda.encode'$"):
+        registry.find("kda.encode", "triton")
+
+
+def test_an_unknown_implementation_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"^impl: expected one of triton, fla, torch.* or package.module:function, got 'cuda'$"):
+        registry.find("kda.decode", "cuda")
+
+
+@pytest.mark.parametrize("target", ["no_such_package:decode", "math:no_such_function"])
+def test_an_implementation_of_ones_own_that_is_not_there_is_refused_by_name(target: str) -> None:
+    module, _, function = target.partition(":")
+    with pytest.raises(ValueError, match=rf"^impl: .*{module}.*({function}|install it)"):
+        registry.find("kda.decode", target)
+
+
+@pytest.mark.parametrize("programs", [1, 64, 10**6])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*ARCHS, CPU])
+def test_a_tile_covers_every_architecture_and_state_dtype(name: str, state_dtype: torch.dtype, programs: int) -> None:
+    tile = dispatch.tile(name, state_dtype, programs)
+    assert tile.rows & (tile.rows - 1) == 0 and tile.warps in (1, 2, 4, 8, 16)
+
+
+def test_a_state_dtype_without_a_tile_says_what_to_add() -> None:
+    with pytest.raises(ValueError, match=r"^dispatch: no tile for sm90 with a torch.float16 state; add a row to TILES$"):
+        dispatch.tile("sm90", torch.float16, 1)
+
+
+def test_tables_name_only_what_exists_and_say_why() -> None:
+    rules = {(rule.op, rule.impl) for rule in dispatch.RULES}
+    assert rules == set(registry.REGISTRY)
+    assert {name for row in (*dispatch.RULES, *dispatch.TILES) for name in row.archs} == {*ARCHS, CPU}
+    assert all(row.reason for row in (*dispatch.RULES, *dispatch.TILES))
+    assert [name for name, entry in ARCHS.items() if entry.name != name or name != f"sm{entry.sm}" or not entry.devices] == []
+
+
+def test_a_kernel_is_not_chosen_for_dtypes_that_it_does_not_take() -> None:
+    choice = dispatch.choose(replace(DECODE, dtype=torch.float64))
+    assert choice.impl == "torch"
+    assert dict(choice.rejected)["triton"] == "takes bf16, fp16 or fp32 activations over an fp32 or bf16 state"
+
+
+ASK = """
+import json, sys
+{before}
+import torch
+from optimized import dispatch
+from optimized.registry import Workload
+work = Workload("kda.decode", "sm90", torch.bfloat16, torch.float32, 16, 4, 128, 128)
+answers = {{name: [choice.impl, choice.rejected] for name, choice in dispatch.matrix(work).items()}}
+print(json.dumps([answers, [name for name in ("triton", "fla") if sys.modules.get(name)]]))
+"""
+
+
+def answer(before: str) -> list:
+    child = subprocess.run([sys.executable, "-c", ASK.format(before=before)], cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(child.stdout)
+
+
+def test_it_answers_where_triton_and_fla_cannot_be_imported() -> None:
+    answers, _ = answer("sys.modules['triton'] = sys.modules['fla'] = None")
+    assert list(answers) == [*ARCHS, CPU]
+    for name in ARCHS:
+        impl, rejected = answers[name]
+        assert impl == "torch"
+        assert [[who, why.partition(":")[0]] for who, why in rejected] == [
+            ["triton", "triton is not installed"],
+            ["fla", "fla-core is not installed"],
+        ]
+
+
+@needs_triton
+def test_it_answers_without_importing_what_it_names() -> None:
+    answers, imported = answer("")
+    assert {answers[name][0] for name in ARCHS} == {"triton"}
+    assert imported == []
