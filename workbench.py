@@ -1,6 +1,8 @@
 """GLM Workbench on the command line: parse, call `parity`, render."""
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -10,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+INTERRUPTED = 130
 EXIT_CODES = """Exit codes: 0 all PASS or SKIPPED with at least one PASS; 1 any FAIL; 2 usage; 3 INCONCLUSIVE or VACUOUS, or nothing ran."""
 
 app = typer.Typer(
@@ -177,8 +180,6 @@ def _interpret(device: str) -> None:
 
 
 def _command_line() -> list[str]:
-    import sys
-
     return ["workbench", *sys.argv[1:]]
 
 
@@ -201,17 +202,19 @@ def _refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def main(run: Callable[[], Any] = app) -> None:
-    """The `workbench` command. What a user can mend is one line and exit code 2."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The `workbench` command; `arguments` instead of those of the process. What a user can mend is one line and exit code 2."""
+    sys.path.append(os.getcwd())  # where `--impl module:function` is looked for
     try:
-        run()
+        app(arguments)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            typer.echo("interrupted: with --out, the rows finished before are in the record, and --resume goes on from them", err=True)
+        raise
     except (ValueError, TypeError) as error:
         _refuse(str(error))
     except OSError as error:
         _refuse(f"{error.filename or 'file'}: {error.strerror or error}")
-    except KeyboardInterrupt:
-        typer.echo("interrupted: rows finished before are in the record", err=True)
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

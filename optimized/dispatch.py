@@ -14,8 +14,8 @@ from optimized.registry import Workload
 class Tile:
     """Launch configuration of the decode kernel.
 
-    rows: of V in a pass. warps. stages: of the pipeline over passes; 0 loads the next pass into registers instead.
-    chunk: of K, the fewer keys, the fewer lanes share a row. pdl: may start while the kernel before it ends.
+    rows: of V in a pass. warps. stages: of the pipeline over passes, where there are several.
+    chunk: of K; the fewer keys in one, the fewer lanes share a row. pdl: may start while the kernel before it ends.
     """
 
     rows: int
@@ -90,6 +90,9 @@ def choose(work: Workload, without: Collection[str] = ()) -> Choice:
     known = {entry.name: entry for entry in registry.implementations(work.op)}
     if not known:
         raise ValueError(f"operator: expected one of {', '.join(registry.operators())}, got {work.op!r}")
+    for name in without:
+        if name not in known:
+            raise ValueError(f"without: expected some of {', '.join(known)}, got {name!r}")
     rejected: list[tuple[str, str]] = []
     for rule in RULES:
         if rule.op != work.op or work.arch not in rule.archs:

@@ -139,8 +139,8 @@ def kda_decode_kernel(
         carried = tl.load(fresh + row) == 0
     state_row = state + slot * state_stride + head * (V * K)
     window_row = window + slot * window_stride
-    if STAGES < 2:  # no pipeline: the first rows are under way before anything waits
-        s_next = _load_rows(state_row, 0, key, carried, K, V, BV)
+    if TILES == 1:  # nothing to pipeline: the state is under way before anything waits
+        s = _load_rows(state_row, 0, key, carried, K, V, BV)
 
     q_channel = head * K + kk
     k_channel = heads * K + q_channel
@@ -178,19 +178,9 @@ def kda_decode_kernel(
     _shift(window_row, v_channel, tap_stride, channel_stride, in_v, v1, v2, v3)
 
     core = tl.zeros([TILES, BV], tl.float32)
-    if STAGES == 0:
-        for tile in tl.static_range(0, TILES):
-            s = s_next
-            if tile + 1 < TILES:
-                s_next = _load_rows(state_row, tile + 1, key, carried, K, V, BV)
-            s, core = _delta_rule(s, tile, tiles, v_y, core, b, k_n, k_decayed, q_decayed, decay, k_dot_q)
-            _store_rows(state_row, tile, s, key, K, V, BV)
-    elif STAGES == 1:
-        for tile in tl.range(0, TILES, num_stages=1):
-            s = s_next
-            s_next = _load_rows(state_row, tile + 1, key, carried, K, V, BV)
-            s, core = _delta_rule(s, tile, tiles, v_y, core, b, k_n, k_decayed, q_decayed, decay, k_dot_q)
-            _store_rows(state_row, tile, s, key, K, V, BV)
+    if TILES == 1:
+        s, core = _delta_rule(s, 0, tiles, v_y, core, b, k_n, k_decayed, q_decayed, decay, k_dot_q)
+        _store_rows(state_row, 0, s, key, K, V, BV)
     else:
         for tile in tl.range(0, TILES, num_stages=STAGES):
             s = _load_rows(state_row, tile, key, carried, K, V, BV)

@@ -207,10 +207,10 @@ def _anything(work: Workload) -> tuple[bool, str]:
 
 def _external(op: str, name: str, target: str) -> Implementation:
     """A user's implementation, by name."""
+    module = target.partition(":")[0]
     try:
-        function = _resolve(target)
-    except ValueError:
-        raise
+        importlib.import_module(module)
     except Exception as error:
-        raise ValueError(f"impl: can't import {target.partition(':')[0]!r}: {error}; run from its folder or install it") from error
+        raise ValueError(f"impl: can't import {module!r}: {error}; run from its folder or install it") from error
+    function = _resolve(target)
     return replace(of_function(op, function), name=name, target=target)

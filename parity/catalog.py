@@ -44,6 +44,7 @@ def _rounds(entry: registry.Implementation) -> str:
 
 def _signature_lines(op: str) -> list[str]:
     parameters = [f"    {parameter}," for parameter in signature(op).parameters.values()]
+    parameters.insert(2, "    *,")
     doc = inspect.getdoc(REFERENCES[op]) or ""
     points = ", ".join(f"{point}{' (stored)' if point in BOUNDARY else ''}" for point in POINTS[op])
     return [

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optimized import interpreter
+from parity import limits
 from parity.buffers import same_bits
 from parity.case import Case, Pools
 from parity.oracle import Operator
@@ -48,6 +49,12 @@ class Bench:
                 (pools.window[rows], self.base_pools.window[rows]),
             )
         )
+
+    def close_to_base(self, out: Tensor, pools: Pools, sequences: slice) -> bool:
+        """Output and named rows are the base run's up to the noise of another launch configuration."""
+        rows = self.base_pools.index[sequences]
+        pairs = ((out[sequences], self.base[sequences]), (pools.state[rows], self.base_pools.state[rows]))
+        return all(float((a.double() - b.double()).norm()) <= limits.OTHER_CONFIGURATION * float(b.double().norm()) for a, b in pairs)
 
 
 def untouched(pools: Pools) -> dict[str, bool]:
@@ -91,7 +98,7 @@ def _padding(bench: Bench) -> bool:
         last = pools.index[-1:]
         kept = same_bits(pools.state[last], initial.state[last]) and same_bits(pools.window[last], initial.window[last])
         live = slice(0, bench.case.problem.batch - 1)
-        held &= kept and bool((out[-1] == 0).all()) and bench.equals_base(out, pools, live) and all(untouched(pools).values())
+        held &= kept and bool((out[-1] == 0).all()) and bench.close_to_base(out, pools, live) and all(untouched(pools).values())
     return held
 
 

@@ -25,6 +25,9 @@ SMALLEST_NORMAL = 2.0**-126
 CONDITIONING = 0.10
 # A value this many FP32 units from a tie may round either way in a healthy kernel: sums in another order, approximate exp.
 FLIP_ULPS = 32.0
+# Another count of live sequences may be another launch configuration, whose sums flip a rounding here and there; a row that
+# belongs to somebody else is wrong by its own size.
+OTHER_CONFIGURATION = 2.0**-7
 # A hypothesis about a fault is named when it leaves at most this share of the residual.
 EXPLAINED = 0.1
 

@@ -19,8 +19,6 @@ from optimized import interpreter
 from optimized.registry import Implementation
 from parity import oracle
 
-ATEN = "aten::"
-
 
 @dataclass
 class Path:
@@ -43,14 +41,13 @@ def observe(impl: Implementation, call: Callable[[], torch.Tensor], inputs: list
         out = call()
     if not kernels and device.startswith("cuda"):
         kernels.update(profiled(call))
-    declared = set(impl.kernels)
-    wants_aten = any(name.startswith(ATEN) for name in declared)
-    seen = kernels if kernels and not wants_aten else kernels + aten
-    path = Path(Counter({name: count for name, count in seen.items() if not declared or name in declared or not name.startswith(ATEN)}))
+    declared, seen = set(impl.kernels), kernels + aten
+    shown = {name: count for name, count in seen.items() if name in declared} if declared else kernels or aten
+    path = Path(Counter(shown))
     missing = sorted(declared - set(seen))
     if entered:
         path.reason = f"same path: the candidate ran the reference ({', '.join(sorted(entered))})"
-    elif any(out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in inputs if x.numel() and out.numel()):
+    elif isinstance(out, torch.Tensor) and any(_shares_memory(out, x) for x in inputs):
         path.reason = "same path: the output is an input's memory"
     elif missing:
         path.reason = f"not proved: declared but not seen: {', '.join(missing)}"
@@ -58,6 +55,10 @@ def observe(impl: Implementation, call: Callable[[], torch.Tensor], inputs: list
         path.reason = "not proved: no kernel and no torch operator was seen"
     path.proved = not path.reason
     return out, path
+
+
+def _shares_memory(out: torch.Tensor, x: torch.Tensor) -> bool:
+    return out.numel() > 0 and x.numel() > 0 and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 @contextmanager

@@ -15,6 +15,10 @@ import torch
 from optimized import arch, interpreter
 
 SCHEMA = 1
+ROW_KEYS = frozenset(
+    "case op impl reference model arch heads batch tokens dtype state_dtype regime steps seed impl_hash contract verdict reason "
+    "path output state drift first_divergence invariants".split()
+)
 Row = dict[str, Any]
 Record = dict[str, Any]
 
@@ -112,6 +116,9 @@ def load(path: Path) -> Record:
         raise ValueError(f"record: {path} is not JSON ({error}); sweep writes one with --out FILE.json") from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA or not isinstance(record.get("rows"), list):
         raise ValueError(f"record: {path} is not a record of schema {SCHEMA}; sweep writes one with --out FILE.json")
+    complete = all(isinstance(row, dict) and row.keys() >= ROW_KEYS for row in record["rows"])
+    if not complete or not isinstance(record.get("environment"), dict):
+        raise ValueError(f"record: {path} lacks its environment or keys of its rows; sweep writes one with --out FILE.json")
     return _numbers(record)
 
 

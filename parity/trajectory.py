@@ -96,10 +96,12 @@ def slices(case: Case) -> Iterator[slice]:
 
 
 def run(call: Operator, case: Case, pools: Pools, x: dict[str, Tensor], **changed: Any) -> Tensor:
-    """One call of an implementation on pools; `changed` replaces arguments."""
+    """One call of an implementation on pools; `changed` replaces arguments. TypeError when what comes back is no output."""
     arguments = {**case.weights, **case.settings, **x, "state": pools.state, "window": pools.window, "slots": pools.slots, **changed}
     q, k = arguments.pop("q"), arguments.pop("k")
-    return call(q, k, **arguments)
+    out = call(q, k, **arguments)
+    _check_output(out, x["q"].dtype, (case.problem.batch, case.problem.heads * case.kda.value_dim))
+    return out
 
 
 def walk(case: Case, call: Operator, oracle: Oracle, pools: Pools, free: FreeRun) -> Iterator[Step]:
@@ -113,16 +115,14 @@ def _call(case: Case, call: Operator, pools: Pools, number: int) -> Call:
     before = inputs.projection.rows.clone()
     state_before, window_before = pools.state[pools.index], pools.window[pools.index]
     out = run(call, case, pools, inputs.tensors)
-    _check_output(case, out)
     intact = same_bits(before, inputs.projection.rows) and inputs.projection.intact()
     return Call(number, inputs, state_before, window_before, out.unflatten(1, (case.problem.heads, -1)), intact)
 
 
-def _check_output(case: Case, out: object) -> None:
-    shape = (case.problem.batch, case.problem.heads * case.kda.value_dim)
-    if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != case.problem.activation:
+def _check_output(out: object, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != dtype:
         got = f"{list(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
-        raise TypeError(f"output: expected {list(shape)} {case.problem.activation}, got {got}")
+        raise TypeError(f"output: expected {list(shape)} {dtype}, got {got}")
 
 
 def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) -> Step:

@@ -7,6 +7,7 @@ import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # the tensors are small, and threads wait for each other
     if not _wants_gpu(config):
         os.environ["TRITON_INTERPRET"] = "1"
 

@@ -33,7 +33,7 @@ def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyt
     def run(*arguments: str) -> Run:
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
-            workbench.main(lambda: workbench.app(list(arguments)))
+            workbench.main(list(arguments))
         return int(stopped.value.code or 0), *capsys.readouterr()
 
     return run
@@ -216,7 +216,7 @@ def test_an_interrupted_sweep_keeps_its_rows_and_exits_130(tmp_path: Path) -> No
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130 and out == "" and "Traceback" not in err
-    assert "interrupted: rows finished before are in the record" in err
+    assert "interrupted: with --out, the rows finished before are in the record" in err
     rows = record.load(path)["rows"]
     assert 0 < len(rows) < 96 and all(row["verdict"] == "PASS" for row in rows)
     assert list(tmp_path.iterdir()) == [path]

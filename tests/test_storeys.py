@@ -127,7 +127,7 @@ done = {{}}
 for name, arguments in {COMMANDS!r}.items():
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
-            workbench.main(lambda: workbench.app(arguments))
+            workbench.main(arguments)
         except SystemExit as stopped:
             code = stopped.code or 0
     done[name] = code, out.getvalue()

@@ -30,7 +30,9 @@ def headline(record: Record) -> tuple[str, str]:
     counts = ", ".join(f"{summary[verdict]} {verdict}" for verdict in _SEVERITY if summary[verdict])
     if not compared(record):
         return records.overall(rows), f"{_operators(rows)}: nothing ran, {counts}"
-    interpreted = " (Triton's interpreter ran the kernels: verdicts, no timing)" if dig(record, "environment.interpreter") else ""
+    kernels = [kernel["name"] for row in compared(record) for kernel in dig(row, "path.kernels") or []]
+    ran = dig(record, "environment.interpreter") and any(not name.startswith("aten::") for name in kernels)
+    interpreted = " (Triton's interpreter ran the kernels: verdicts, no timing)" if ran else ""
     return records.overall(rows), f"{_operators(rows)}: {counts} on {_place(record)}{interpreted}"
 
 
@@ -102,7 +104,7 @@ def divergence(row: Row) -> list[tuple[str, str]]:
         ("error", _excess(first.get("noise_ratio"), first.get("limit"))),
         ("point", f"{one_line(first.get('point') or 'unknown')} ({one_line(first.get('cause') or 'no cause found')})"),
         ("contract", _contract(row.get("contract") or {})),
-        ("would pass", f"with a {one_line(first['tensor'])} limit of {number(would_pass)}" if would_pass is not None else ""),
+        ("would pass", f"with a limit of {number(would_pass)} on the {one_line(first['tensor'])}" if would_pass is not None else ""),
         ("largest", _largest(first.get("largest"))),
     ]
     return [(label, text) for label, text in lines if text]

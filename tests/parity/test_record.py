@@ -17,7 +17,7 @@ NAN, INF = math.nan, math.inf
 
 
 def of(*verdicts: str) -> record.Record:
-    rows = [{"verdict": verdict} for verdict in verdicts]
+    rows = [dict.fromkeys(record.ROW_KEYS) | {"verdict": verdict} for verdict in verdicts]
     return {"schema": 1, "environment": {}, "command": [], "rows": rows, "bench": [], "summary": {}}
 
 

@@ -67,7 +67,7 @@ def test_last_line_reproduces_the_first_bad_row_from_a_shell(impl: str) -> None:
 def test_first_divergence_names_place_values_cause_and_the_limit_that_passes() -> None:
     rendered = text.render(of(row(), failed()))
     for fact in ("step 3 of 16, state, sequence 1, head 0, value 17, key 93", "candidate 0.123456789, gold 0.123456781: 1 ULP apart",
-                 "12700, 530 times its limit of 24", "beta (beta rounded to bf16)", "a state limit of 12800"):  # fmt: skip
+                 "12700, 530 times its limit of 24", "beta (beta rounded to bf16)", "a limit of 12800 on the state"):  # fmt: skip
         assert fact in rendered
     assert rendered.index("step 3") < rendered.index("step 12, sequence 0, head 1: noise ratio 20100 (the largest error, not the first)")
     assert "First divergence" not in text.render(of(row()))
