@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without a GPU a fixed version of torch keeps pip from fetching a CUDA build of a newer one.
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 
-.PHONY: parity test lint types gpu clean
+.PHONY: parity test lint types gpu readme clean
 
 parity: $(VENV)/.installed
 	$(BIN)/workbench sweep
@@ -15,6 +15,9 @@ test: $(VENV)/.installed
 
 gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m gpu
+
+readme: $(VENV)/.installed
+	$(BIN)/python -m parity.render.readme
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

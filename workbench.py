@@ -95,6 +95,48 @@ def sweep(
 
 
 @app.command()
+def bench(
+    op: Operators = None,
+    model: Annotated[str | None, _many("Presets.")] = None,
+    heads: Annotated[str | None, _many("Heads on this rank.")] = "64,16",
+    batch: Annotated[str | None, _many("Sequences.")] = "1,16,64,256",
+    dtype: Annotated[str | None, _many("Activations: bf16, fp16, fp32.")] = None,
+    state_dtype: Annotated[str | None, _many("State pool: fp32, bf16.")] = None,
+    device: Device = None,
+    tiles: Annotated[
+        bool, typer.Option("--tiles", help="Ours at every tile that was considered, instead of ours beside the peers.")
+    ] = False,
+    out: Out = None,
+    format: As = Format.text,
+) -> None:
+    """Speed beside the peers and the device's ceilings, in one run. Needs a GPU: exit code 3 without."""
+    given = dict(op=op or None, model=model, heads=heads, batch=batch, dtype=dtype, state_dtype=state_dtype, regime="random", device=device)
+    options = _options(None, given)
+    from parity import record, render, sweep
+
+    if out is not None:
+        record.check_writable(out)
+    problems = sweep.problems(options)
+    if not options.device.startswith("cuda"):
+        typer.echo("nothing was timed: no GPU here, and the interpreter gives no timing. On a GPU this would measure:")
+        typer.echo("\n".join(str(problem) for problem in problems))
+        raise typer.Exit(3)
+    from parity import bench
+
+    made = record.new(options.device, _command_line())
+    made["bench"] = bench.device_ceilings(options.device)
+    with _progress() as progress:
+        bar = progress.add_task("", total=len(problems))
+        for problem in problems:
+            progress.update(bar, description=str(problem))
+            made["bench"] += bench.measure(problem, bench.TUNED if tiles else None)
+            if out is not None:
+                record.save(made, out)
+            progress.advance(bar)
+    _print(made, format, render)
+
+
+@app.command()
 def dispatch(
     op: Annotated[str, typer.Argument(help="Operator.")] = "kda.decode",
     model: Annotated[str, typer.Option(help="Preset.")] = "glm-5.3-flash",

@@ -67,11 +67,25 @@ RULES = (
     Rule("kda.decode", (*GPUS, CPU), "torch", "a chain of torch operators, gathers and scatters the rows"),
 )
 
+# Programs may overlap the end of the kernel before them from SM90 on.
+NO_PDL = ("sm80", "sm86", "sm89")
+PDL = tuple(name for name in GPUS if name not in NO_PDL)
+
+FEW = "fewer programs than SMs: one pass over the whole head, nothing to pipeline"
+MANY = "one warp a head and a deep pipeline keep 20 KB or more in flight on each SM"
+
 TILES = (
     TileRule((CPU,), torch.float32, None, Tile(128, 4, 1), "fewest interpreted operations"),
     TileRule((CPU,), torch.bfloat16, None, Tile(128, 4, 1), "fewest interpreted operations"),
-    TileRule(GPUS, torch.float32, None, Tile(32, 4, 3), "16 KB of state in flight a stage"),
-    TileRule(GPUS, torch.bfloat16, None, Tile(32, 4, 3), "8 KB of state in flight a stage"),
+    TileRule(PDL, torch.float32, 132, Tile(128, 4, 1, 32, True), FEW),
+    TileRule(PDL, torch.float32, 2048, Tile(8, 1, 6, 64, True), MANY),
+    TileRule(PDL, torch.float32, None, Tile(8, 1, 6, 128, True), MANY),
+    TileRule(PDL, torch.bfloat16, 132, Tile(128, 4, 1, 32, True), FEW),
+    TileRule(PDL, torch.bfloat16, None, Tile(8, 1, 6, 128, True), MANY),
+    TileRule(NO_PDL, torch.float32, 132, Tile(128, 4, 1, 32), FEW),
+    TileRule(NO_PDL, torch.float32, None, Tile(8, 1, 4, 128), f"{MANY}; not measured here"),
+    TileRule(NO_PDL, torch.bfloat16, 132, Tile(128, 4, 1, 32), FEW),
+    TileRule(NO_PDL, torch.bfloat16, None, Tile(8, 1, 4, 128), f"{MANY}; not measured here"),
 )
 
 

@@ -225,7 +225,7 @@ def launch(
         sizes.slots, sizes.heads, lower_bound or 0.0, norm_eps,
         K=sizes.key_dim, V=sizes.value_dim, CHUNKS=padded_k // chunk, KI=chunk, BV=rows, TILES=padded_v // rows, STAGES=tile.stages,
         BOUNDED=lower_bound is not None, HAS_FRESH=fresh is not None, SCALE=sizes.key_dim**-0.5, EPS=L2_EPS, RATE_MAX=MAX_A_LOG,
-        PDL=tile.pdl, num_warps=tile.warps, enable_fp_fusion=True, launch_pdl=tile.pdl,
+        PDL=tile.pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True, launch_pdl=tile.pdl,
     )  # fmt: skip
     return out
 

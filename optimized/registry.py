@@ -195,10 +195,11 @@ def find(op: str, name: str) -> Implementation:
 
 
 def of_function(op: str, function: Callable[..., Any]) -> Implementation:
-    """A user's function: `contract` and `kernels` are read from its attributes when it has them."""
+    """A user's function: `contract`, `kernels` and `capturable` are read from its attributes when it has them."""
     target = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
     contract, kernels = getattr(function, "contract", None), getattr(function, "kernels", ())
-    return Implementation(op, target, target, contract, tuple(kernels), _anything, function=function)
+    capturable = bool(getattr(function, "capturable", False))
+    return Implementation(op, target, target, contract, tuple(kernels), _anything, capturable=capturable, function=function)
 
 
 def _anything(work: Workload) -> tuple[bool, str]:

@@ -25,6 +25,14 @@ ROTATED_BYTES = 480 << 20  # eight times an L2 of 60 MB
 PASSES = 3
 REPLAYS = 15
 WARMUP = 3
+COPY_BYTES = 4 << 30
+MATMUL = 8192
+TUNED = tuple(
+    dispatch.Tile(rows, warps, stages, chunk, pdl)
+    for rows, warps, stages in ((8, 1, 4), (8, 1, 5), (16, 1, 4), (16, 2, 4), (16, 2, 5), (32, 4, 3), (32, 4, 4), (128, 4, 1))
+    for chunk in (32, 64, 128)
+    for pdl in (False, True)
+)
 
 
 @dataclass
@@ -46,9 +54,34 @@ class Contender:
     launches: int | None = None
     times: list[float] = field(default_factory=list)
     failed: str = ""
+    source: str | None = None
 
 
-def measure(problem: Problem, tiles: list[dispatch.Tile] | None = None) -> list[Row]:
+def device_ceilings(device: str) -> list[Row]:
+    """What the device does at best: a large copy, a large read-modify-write, a large matrix product."""
+    from parity import ceilings
+
+    rows = []
+    for name, moved in (("copy", COPY_BYTES), ("read_modify_write", COPY_BYTES)):
+        contender = Contender(name, [getattr(ceilings, name)(moved, device)])
+        _race([contender], device)
+        rows.append(_ceiling_row(contender, moved, 0, "fp32"))
+    contender = Contender(f"matmul {MATMUL}", [ceilings.matmul(MATMUL, device)])
+    _race([contender], device)
+    return [*rows, _ceiling_row(contender, 3 * 2 * MATMUL**2, 2 * MATMUL**3, "bf16")]
+
+
+def _ceiling_row(contender: Contender, moved: int, flops: int, dtype: str) -> Row:
+    us = median(contender.times)
+    return {
+        "op": "device", "impl": contender.name, "model": "", "heads": None, "batch": None, "tokens": None, "dtype": dtype,
+        "state_dtype": None, "us": us, "us_min": min(contender.times), "us_max": max(contender.times), "runs": len(contender.times),
+        "bytes": moved, "flops": flops, "ceiling": "matmul" if flops else contender.name, "ceiling_us": us, "ratio": 1.0,
+        "launches": contender.launches, "impl_hash": None, "reason": contender.failed,
+    }  # fmt: skip
+
+
+def measure(problem: Problem, tiles: Sequence[dispatch.Tile] | None = None) -> list[Row]:
     """Bench rows of one problem: ceilings, ours and peers, or ours at each of `tiles`."""
     layers = _layers(problem)
     moved = bytes_moved(problem)
@@ -94,8 +127,8 @@ def _implementations(problem: Problem, layers: list[Layer]) -> list[Contender]:
         if not runs:
             found.append(Contender(entry.name, [], failed=reason))
             continue
-        call = entry.load()
-        found.append(Contender(entry.name, [partial(call, **_arguments(layer)) for layer in layers], entry.capturable))
+        calls = [partial(entry.load(), **_arguments(layer)) for layer in layers]
+        found.append(Contender(entry.name, calls, entry.capturable, source=entry.source_hash()))
         if entry.name == "fla":
             from optimized.peers import fla
 
@@ -183,5 +216,6 @@ def _row(problem: Problem, contender: Contender, moved: int, floor: float, layer
         "tokens": problem.batch, "dtype": problem.dtype, "state_dtype": problem.state_dtype, "us": us,
         "us_min": min(times, default=None), "us_max": max(times, default=None), "runs": len(times), "layers": layers,
         "bytes": moved, "flops": flops(problem), "ceiling": "read_modify_write", "ceiling_us": floor,
-        "ratio": us / floor if us is not None else None, "launches": contender.launches, "reason": contender.failed,
+        "ratio": us / floor if us is not None else None, "launches": contender.launches, "impl_hash": contender.source,
+        "reason": contender.failed,
     }  # fmt: skip

@@ -53,6 +53,7 @@ def _signature_lines(op: str) -> list[str]:
         f"  ) -> {signature(op).return_annotation.__name__}",
         *(f"    {line}".rstrip() for line in doc.splitlines()),
         f"  points: {points}",
-        "  optional attributes: your_function.contract = reference.points.Contract(rounds={...}); your_function.kernels = (names, ...)",
+        "  optional attributes: your_function.contract = reference.points.Contract(rounds={...}); your_function.kernels = (names, ...);",
+        "                       your_function.capturable = True when it may be captured in a CUDA graph",
         "  use: workbench sweep " + op + " --impl package.module:your_function",
     ]

@@ -64,7 +64,7 @@ def _run(problem: Problem, impl: Implementation, reference: Implementation | Non
         torch.cuda.reset_peak_memory_stats(problem.device)
     case, call = Case(problem), impl.load()
     proof = _prove(case, impl, reference)
-    held = invariants.check(case, call)
+    held = invariants.check(case, call, impl.capturable)
 
     pools = case.pools()
     oracle = Oracle(case, impl.contract)
@@ -83,6 +83,7 @@ def _run(problem: Problem, impl: Implementation, reference: Implementation | Non
 def _prove(case: Case, impl: Implementation, reference: Implementation | None) -> Path:
     """One observed step, apart from everything that is judged."""
     call, pools, inputs = impl.load(), case.pools(), case.inputs(invariants.FIRST_STEP)
+    trajectory.run(call, case, case.pools(), inputs.tensors)  # what tunes or compiles itself does so here
     tensors = [*inputs.tensors.values(), pools.state, pools.window]
     _, proof = path.observe(impl, lambda: trajectory.run(call, case, pools, inputs.tensors), tensors, case.problem.device)
     if reference is not None and (reference.load() is call or (impl.kernels and set(impl.kernels) == set(reference.kernels))):

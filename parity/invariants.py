@@ -24,8 +24,8 @@ FIRST_STEP = 1
 class Bench:
     """Runs of one step of a case on fresh pools, to compare with a base run."""
 
-    def __init__(self, case: Case, call: Operator) -> None:
-        self.case, self.call = case, call
+    def __init__(self, case: Case, call: Operator, capturable: bool) -> None:
+        self.case, self.call, self.capturable = case, call, capturable
         self.inputs = case.inputs(FIRST_STEP)
         self.base, self.base_pools = self.run()
 
@@ -67,9 +67,9 @@ def untouched(pools: Pools) -> dict[str, bool]:
     }
 
 
-def check(case: Case, call: Operator) -> dict[str, bool]:
-    """Every invariant that this case can show."""
-    bench = Bench(case, call)
+def check(case: Case, call: Operator, capturable: bool) -> dict[str, bool]:
+    """Every invariant that this case can show; `capturable`: the implementation runs in a CUDA graph."""
+    bench = Bench(case, call, capturable)
     return {name: result for name, test in CHECKS.items() if (result := test(bench)) is not None}
 
 
@@ -151,6 +151,30 @@ def _reversed_programs(bench: Bench) -> bool | None:
         return bench.equals_base(*bench.run())
 
 
+def _graph_replay(bench: Bench) -> bool | None:
+    """A graph captured on other inputs and slots gives, on the current ones, what a direct call gives; twice, with a call between."""
+    if bench.base.device.type != "cuda" or not bench.capturable:
+        return None
+    pools, x = bench.case.pools(), bench.case.inputs(FIRST_STEP + 1).tensors
+    pools.slots.copy_(bench.base_pools.slots.flip(0))
+    run(bench.call, bench.case, pools, x)  # what tunes or compiles itself does so here
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(bench.call, bench.case, pools, x)
+    held = True
+    for _ in range(2):
+        initial = bench.case.pools()
+        for static, current in ((pools.state, initial.state), (pools.window, initial.window), (pools.slots, initial.slots)):
+            static.copy_(current)
+        for name, value in bench.inputs.tensors.items():
+            x[name].copy_(value)
+        bench.run()
+        graph.replay()
+        held &= bench.equals_base(out, pools)
+    return held
+
+
 CHECKS: dict[str, Callable[[Bench], bool | None]] = {
     "repeated": _repeated,
     "slot_permutation": _slot_permutation,
@@ -159,6 +183,7 @@ CHECKS: dict[str, Callable[[Bench], bool | None]] = {
     "fresh": _fresh,
     "poisoned_allocations": _poisoned_allocations,
     "reversed_programs": _reversed_programs,
+    "graph_replay": _graph_replay,
 }
 
 

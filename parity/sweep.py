@@ -94,12 +94,17 @@ class Task:
 def tasks(options: Options) -> list[Task]:
     """Every row of a sweep, checked before the first one runs."""
     found = []
-    for op in options.op or registry.operators():
-        for problem in [parse(op)] if ":" in op else _product(op, options):
-            names = options.impl or tuple(entry.name for entry in registry.implementations(problem.op))
-            reference = None if options.reference == gate.REFERENCE else registry.find(problem.op, options.reference)
-            found += [Task(problem, registry.find(problem.op, name), reference) for name in names]
+    for problem in problems(options):
+        names = options.impl or tuple(entry.name for entry in registry.implementations(problem.op))
+        reference = None if options.reference == gate.REFERENCE else registry.find(problem.op, options.reference)
+        found += [Task(problem, registry.find(problem.op, name), reference) for name in names]
     return found
+
+
+def problems(options: Options) -> list[Problem]:
+    """The problems that options name: cases as they are, operators times the lists."""
+    ops = options.op or registry.operators()
+    return [problem for op in ops for problem in ([parse(op)] if ":" in op else _product(op, options))]
 
 
 def _product(op: str, options: Options) -> Iterator[Problem]:

@@ -2,8 +2,10 @@
 
 import shlex
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
+from optimized import registry
 from parity import gate
 from parity import record as records
 from parity.record import Record, Row, Verdict
@@ -47,6 +49,23 @@ def environment(record: Record) -> str:
 def paths(rows: list[Row]) -> list[str]:
     """What ran: one line for each implementation and set of kernels."""
     return _grouped(rows, _path)
+
+
+def stale(record: Record) -> list[str]:
+    """Implementations whose sources are no longer those that the record was made with, one line each."""
+    changed: dict[tuple[str, str], int] = {}
+    for row in [*record["rows"], *(record.get("bench") or [])]:
+        if row.get("impl_hash") and row["impl_hash"] != _hash_now(row["op"], row["impl"]):
+            changed[row["op"], row["impl"]] = changed.get((row["op"], row["impl"]), 0) + 1
+    return [f"{op} {one_line(impl)}: its sources have changed since ({count} rows)" for (op, impl), count in changed.items()]
+
+
+@lru_cache
+def _hash_now(op: str, impl: str) -> str | None:
+    try:
+        return registry.find(op, impl).source_hash()
+    except ValueError:
+        return None
 
 
 def reasons(record: Record) -> list[tuple[Verdict, str]]:

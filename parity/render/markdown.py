@@ -13,6 +13,8 @@ def render(record: Record) -> str:
     blocks = [f"**{verdict}** {_escape(sentence)}", f"Made on {_escape(facts.environment(record))}."]
     if rows := facts.compared(record):
         blocks += [_table(cells.parity(rows)), _list(facts.paths(rows))]
+    if stale := facts.stale(record):
+        blocks.append(_list(f"STALE {line}" for line in stale))
     if reasons := facts.reasons(record):
         blocks.append(_list(f"{verdict} {reason}" for verdict, reason in reasons))
     if bad := facts.first_bad(record):

@@ -11,7 +11,7 @@ from rich.text import Text
 from parity.record import Record
 from parity.render import cells, facts
 
-_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow", "VACUOUS": "yellow", "SKIPPED": "dim"}
+_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow", "VACUOUS": "yellow", "SKIPPED": "dim", "STALE": "yellow"}
 _UNCUT = 10_000  # columns that no table reaches
 _FOLDED = ("impl", "invariants")
 
@@ -26,6 +26,8 @@ def render(record: Record, *, width: int = 110, color: bool = False) -> str:
         _print(console, cells.parity(rows), width)
         for path in facts.paths(rows):
             _line(console, "", path)
+    for line in facts.stale(record):
+        _line(console, "STALE", f" {line}")
     for reason_verdict, reason in facts.reasons(record):
         _line(console, reason_verdict, f" {reason}")
     if timed := record.get("bench"):
