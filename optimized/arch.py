@@ -30,6 +30,7 @@ ARCHS = {
         Arch("sm121", "DGX Spark"),
     )
 }
+GPUS = tuple(ARCHS)
 CPU = "cpu"
 
 

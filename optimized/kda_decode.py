@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimized import arch, dispatch, interpreter
+from optimized import arch, interpreter, tiles
 from reference import validate
 from reference.kda import L2_EPS, MAX_A_LOG
 
@@ -192,7 +192,7 @@ def kda_decode_kernel(
 
 
 def launch(
-    tile: dispatch.Tile,
+    tile: tiles.Tile,
     sizes: validate.KdaSizes,
     q: Tensor,
     k: Tensor,
@@ -263,5 +263,5 @@ def decode(
     if q.device.type == "cpu":
         interpreter.require("q")
         validate.values(slots, sizes.slots)
-    tile = dispatch.tile(arch.of_device(str(q.device)), state.dtype, sizes.sequences * sizes.heads)
+    tile = tiles.tile(arch.of_device(str(q.device)), state.dtype, sizes.sequences * sizes.heads)
     return launch(tile, sizes, q, k, **arguments)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimized import dispatch, registry
+from optimized import registry
+from optimized.tiles import Tile
 from parity import path
 from parity.case import Case, Pools
 from parity.problem import Problem
@@ -28,7 +29,7 @@ WARMUP = 3
 COPY_BYTES = 4 << 30
 MATMUL = 8192
 TUNED = tuple(
-    dispatch.Tile(rows, warps, stages, chunk, pdl)
+    Tile(rows, warps, stages, chunk, pdl)
     for rows, warps, stages in ((8, 1, 4), (8, 1, 5), (16, 1, 4), (16, 2, 4), (16, 2, 5), (32, 4, 3), (32, 4, 4), (128, 4, 1))
     for chunk in (32, 64, 128)
     for pdl in (False, True)
@@ -81,7 +82,7 @@ def _ceiling_row(contender: Contender, moved: int, flops: int, dtype: str) -> Ro
     }  # fmt: skip
 
 
-def measure(problem: Problem, tiles: Sequence[dispatch.Tile] | None = None) -> list[Row]:
+def measure(problem: Problem, tiles: Sequence[Tile] | None = None) -> list[Row]:
     """Bench rows of one problem: ceilings, ours and peers, or ours at each of `tiles`."""
     layers = _layers(problem)
     moved = bytes_moved(problem)
@@ -136,7 +137,7 @@ def _implementations(problem: Problem, layers: list[Layer]) -> list[Contender]:
     return found
 
 
-def _tiled(layers: list[Layer], tile: dispatch.Tile) -> Contender:
+def _tiled(layers: list[Layer], tile: Tile) -> Contender:
     from optimized import kda_decode
 
     sizes = validate.kda_decode(fresh=None, **_arguments(layers[0]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimized import arch, dispatch, registry
+from optimized import arch, dispatch, registry, tiles
 from optimized.arch import ARCHS, CPU
 from optimized.registry import Workload
 
@@ -26,7 +26,7 @@ def test_every_architecture_decodes_with_the_fused_kernel(name: str) -> None:
     choice = dispatch.choose(replace(DECODE, arch=name))
     assert (choice.impl, choice.rejected) == ("triton", ())
     assert "one launch" in choice.reason
-    assert choice.tile == dispatch.tile(name, torch.float32, 64)
+    assert choice.tile == tiles.tile(name, torch.float32, 64)
 
 
 @needs_triton
@@ -81,20 +81,20 @@ def test_an_implementation_of_ones_own_that_is_not_there_is_refused_by_name(targ
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*ARCHS, CPU])
 def test_a_tile_covers_every_architecture_and_state_dtype(name: str, state_dtype: torch.dtype, programs: int) -> None:
-    tile = dispatch.tile(name, state_dtype, programs)
+    tile = tiles.tile(name, state_dtype, programs)
     assert tile.rows & (tile.rows - 1) == 0 and tile.warps in (1, 2, 4, 8, 16)
 
 
 def test_a_state_dtype_without_a_tile_says_what_to_add() -> None:
-    with pytest.raises(ValueError, match=r"^dispatch: no tile for sm90 with a torch.float16 state; add a row to TILES$"):
-        dispatch.tile("sm90", torch.float16, 1)
+    with pytest.raises(ValueError, match=r"^tile: none for sm90 with a torch.float16 state; add a row to TILES$"):
+        tiles.tile("sm90", torch.float16, 1)
 
 
 def test_tables_name_only_what_exists_and_say_why() -> None:
     rules = {(rule.op, rule.impl) for rule in dispatch.RULES}
     assert rules == set(registry.REGISTRY)
-    assert {name for row in (*dispatch.RULES, *dispatch.TILES) for name in row.archs} == {*ARCHS, CPU}
-    assert all(row.reason for row in (*dispatch.RULES, *dispatch.TILES))
+    assert {name for row in (*dispatch.RULES, *tiles.TILES) for name in row.archs} == {*ARCHS, CPU}
+    assert all(row.reason for row in (*dispatch.RULES, *tiles.TILES))
     assert [name for name, entry in ARCHS.items() if entry.name != name or name != f"sm{entry.sm}" or not entry.devices] == []
 
 

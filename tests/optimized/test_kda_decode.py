@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from optimized import interpreter, registry
-from optimized.dispatch import Tile
 from optimized.peers import eager
+from optimized.tiles import Tile
 from parity import limits, metrics
 from parity.buffers import same_bits
 from parity.catalog import signature

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import parity
-from optimized import dispatch, kda_decode, registry
+from optimized import kda_decode, registry, tiles
 from optimized.arch import of_device
 from parity import trajectory
 from parity.buffers import same_bits
@@ -58,11 +58,11 @@ def test_slots_past_32_bits_are_addressed() -> None:
 
 def test_every_tile_of_the_table_gives_the_same_state_within_the_gate() -> None:
     case = Case(Problem("kda.decode", heads=8, batch=4, device="cuda"))
-    for rule in dispatch.TILES:
+    for rule in tiles.TILES:
         if of_device("cuda") not in rule.archs or rule.state_dtype != torch.float32:
             continue
 
-        def launched(q: torch.Tensor, k: torch.Tensor, tile: dispatch.Tile = rule.tile, **given: object) -> torch.Tensor:
+        def launched(q: torch.Tensor, k: torch.Tensor, tile: tiles.Tile = rule.tile, **given: object) -> torch.Tensor:
             given.setdefault("fresh", None)
             return kda_decode.launch(tile, validate.kda_decode(q, k, **given), q, k, **given)  # type: ignore[arg-type]
 
