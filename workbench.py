@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 INTERRUPTED = 130
 EXIT_CODES = """Exit codes: 0 all PASS or SKIPPED with at least one PASS; 1 any FAIL; 2 usage; 3 INCONCLUSIVE or VACUOUS, or nothing ran."""
@@ -82,13 +82,15 @@ def sweep(
     if out is not None:
         record.check_writable(out)
     work = sweep.tasks(options)
+    if before is not None:
+        typer.echo(f"keeping {sweep.kept(work, before)} of {len(work)} rows from {resume}", err=True)
     made = record.new(options.device, _command_line())
     with _progress() as progress:
         bar = progress.add_task("", total=len(work))
         sweep.run(
             work, made, out=out, resume=before, fail_fast=fail_fast,
             started=lambda task: progress.update(bar, description=f"{task.impl.name} {task.problem}"),
-            finished=lambda row: progress.advance(bar),
+            finished=lambda row: _advance(progress, bar, row),
         )  # fmt: skip
     _print(made, format, render)
     raise typer.Exit(record.exit_code(made["rows"]))
@@ -228,6 +230,14 @@ def _command_line() -> list[str]:
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _advance(progress: Progress, bar: TaskID, row: dict[str, Any]) -> None:
+    """Move the bar; where there is no terminal to draw it on, a line a row."""
+    progress.advance(bar)
+    if not progress.console.is_terminal:
+        task = progress.tasks[bar]
+        typer.echo(f"{task.completed:.0f}/{task.total:.0f} {row['verdict']} {row['impl']} {row['case']} {row['seconds']} s", err=True)
 
 
 def _print(made: dict[str, Any], format: Format, render: Any) -> None:

@@ -20,7 +20,7 @@ from optimized.arch import CPU
 from reference.points import ACTIVATION, Contract
 
 ENTRY_POINTS = "glm_workbench.implementations"
-OURS = ("optimized", "reference")
+OURS = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,11 @@ class Implementation:
     def source_hash(self) -> str:
         """Identity of what runs: its sources, those of ours it imports, its contract, and its packages' versions."""
         digest = hashlib.sha256()
-        for path in sorted(_sources(self.target.partition(":")[0])):
+        sources = sorted(_sources(self.target.partition(":")[0]))
+        for path in sources:
             digest.update(path.read_bytes())
+        if not sources and self.function is not None and hasattr(self.function, "__code__"):  # typed into a session
+            digest.update(self.function.__code__.co_code)
         digest.update(repr((self.target, self.contract)).encode())
         for package in self.packages:
             digest.update(f"{package}={_version(package)}".encode())
@@ -85,32 +88,37 @@ def _resolve(target: str) -> Callable[..., Any]:
     return function
 
 
-def _sources(module_name: str, seen: set[str] | None = None) -> set[Path]:
-    """The module's file, and those of our packages that it imports, to any depth."""
+def _sources(module_name: str, root: Path | None = None, seen: set[str] | None = None) -> set[Path]:
+    """The module's file, and those of its project (the folder that its top package lies in) and ours that it imports, to any depth."""
     seen = set() if seen is None else seen
-    spec = importlib.util.find_spec(module_name)
-    if module_name in seen or spec is None or spec.origin is None:
+    path = _file(module_name)
+    if module_name in seen or path is None:
         return set()
     seen.add(module_name)
-    path = Path(spec.origin)
+    root = root or path.parents[module_name.count(".") + (path.name == "__init__.py")]
+    if not path.is_relative_to(root) and not path.is_relative_to(OURS):
+        return set()
     found = {path}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        if isinstance(node, ast.ImportFrom):
+            package = module_name.split(".")[: -node.level] if node.level else []
+            base = ".".join([*package, *filter(None, [node.module])])
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         for name in names:
-            if name.partition(".")[0] in OURS and importlib.util.find_spec(name.rpartition(".")[0] or name) and _is_module(name):
-                found |= _sources(name, seen)
-    return found
+            found |= _sources(name, root, seen)
+    return {path for path in found if "site-packages" not in path.parts or root.name == "site-packages"}
 
 
-def _is_module(name: str) -> bool:
+def _file(module_name: str) -> Path | None:
+    """Where a module's source is; None for what has none, or doesn't exist."""
     try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
 def _triton_runs(work: Workload) -> tuple[bool, str]:
@@ -128,7 +136,7 @@ def _triton_runs(work: Workload) -> tuple[bool, str]:
 
 def _fla_runs(work: Workload) -> tuple[bool, str]:
     if importlib.util.find_spec("fla") is None:
-        return False, "fla-core is not installed: pip install glm-workbench[peers]"
+        return False, "fla-core is not installed: pip install fla-core"
     if work.value_dim > 512:
         return False, "its gated norm launches another kernel above 512 values a head"
     runs, reason = _triton_runs(work)
@@ -198,6 +206,10 @@ def of_function(op: str, function: Callable[..., Any]) -> Implementation:
     """A user's function: `contract`, `kernels` and `capturable` are read from its attributes when it has them."""
     target = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
     contract, kernels = getattr(function, "contract", None), getattr(function, "kernels", ())
+    if contract is not None and not isinstance(contract, Contract):
+        raise ValueError(f"{target}.contract: expected a reference.points.Contract, got {type(contract).__name__}; write Contract(...)")
+    if isinstance(kernels, str) or not all(isinstance(name, str) for name in kernels):
+        raise ValueError(f"{target}.kernels: expected a tuple of names, got {kernels!r}; write ({kernels!r},) for one")
     capturable = bool(getattr(function, "capturable", False))
     return Implementation(op, target, target, contract, tuple(kernels), _anything, capturable=capturable, function=function)
 

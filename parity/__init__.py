@@ -3,6 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from reference.points import ACTIVATION, Contract
+
+__all__ = ["ACTIVATION", "Contract", "assert_parity", "check"]
+
 
 def check(case: str, impl: str | Callable[..., Any]) -> dict[str, Any]:
     """The row of `case` (`op:key=value,...`; device: the GPU when there is one) for an implementation's name or a function."""
@@ -27,4 +31,4 @@ def assert_parity(case: str, impl: str | Callable[..., Any]) -> None:
     row = check(case, impl)
     if row["verdict"] != Verdict.PASS:
         told = "\n".join(f"  {label:<11}{text}" for label, text in facts.divergence(row))
-        raise AssertionError(f"{row['verdict']} {row['case']}: {row['reason']}\n{told}")
+        raise AssertionError(f"{row['verdict']} {row['case']}: {row['reason']}\n{told}\n{facts.command(row)}")

@@ -51,7 +51,8 @@ def examine(device: str) -> list[Finding]:
     findings.append(Finding("triton", version, True))
     if here == CPU:
         findings.append(_lane(version))
-    findings += [Finding("compiler fault", fault.what, None) for fault in known_faults(version, here)]
+    faults = [Finding("compiler fault", fault.what, None) for fault in known_faults(version, here)]
+    findings += faults or [Finding("compiler fault", f"none known of Triton {version} on {here}", None)]
     findings += [Finding(name, _version(name) or "not installed", None) for name in PEERS]
     for op in registry.operators():
         for entry in registry.implementations(op):

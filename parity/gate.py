@@ -2,7 +2,9 @@
 
 import math
 import time
+import traceback
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from parity import invariants, limits, localize, metrics, path, trajectory
 from parity.case import Case
 from parity.metrics import Moments, Ratio
 from parity.oracle import Oracle
-from parity.path import Path
+from parity.path import Proof
 from parity.problem import Problem
 from parity.record import Row, Verdict
 from parity.trajectory import FreeRun, Step
@@ -34,7 +36,9 @@ def judge(problem: Problem, impl: Implementation, reference: Implementation | No
     except torch.OutOfMemoryError as error:
         row |= {"verdict": Verdict.INCONCLUSIVE, "reason": f"out of memory: {_first_line(error)}"}
     except Exception as error:
-        row |= {"verdict": Verdict.FAIL, "reason": f"raised {type(error).__name__}: {_first_line(error)}"}
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        row |= {"verdict": Verdict.FAIL, "reason": f"raised {type(error).__name__}: {_first_line(error)} ({place})"}
     return row | {"seconds": round(time.monotonic() - started, 3)}
 
 
@@ -80,10 +84,11 @@ def _run(problem: Problem, impl: Implementation, reference: Implementation | Non
     }  # fmt: skip
 
 
-def _prove(case: Case, impl: Implementation, reference: Implementation | None) -> Path:
+def _prove(case: Case, impl: Implementation, reference: Implementation | None) -> Proof:
     """One observed step, apart from everything that is judged."""
     call, pools, inputs = impl.load(), case.pools(), case.inputs(invariants.FIRST_STEP)
-    trajectory.run(call, case, case.pools(), inputs.tensors)  # what tunes or compiles itself does so here
+    if case.problem.device.startswith("cuda"):  # what tunes or compiles itself does so here
+        trajectory.run(call, case, case.pools(), inputs.tensors)
     tensors = [*inputs.tensors.values(), pools.state, pools.window]
     _, proof = path.observe(impl, lambda: trajectory.run(call, case, pools, inputs.tensors), tensors, case.problem.device)
     if reference is not None and (reference.load() is call or (impl.kernels and set(impl.kernels) == set(reference.kernels))):
@@ -129,9 +134,10 @@ class Tally:
             if over > 1:
                 by_head = ratio.head / limit.head >= ratio.tensor / limit.tensor
                 self.first |= {"noise_ratio": ratio.head if by_head else ratio.tensor, "limit": limit.head if by_head else limit.tensor}
+                self.first |= {"limit_of": "head" if by_head else "tensor"}
         if over > 1 and (self.largest is None or over > self.largest["over"]):
             sequence, head = ratio.worst
-            self.largest = {"step": step.call.number, "sequence": sequence, "head": head, "noise_ratio": ratio.head, "over": over}
+            self.largest = {"step": step.call.number, "tensor": name, "sequence": sequence, "head": head, "over": over}
 
     def beyond(self) -> dict[str, float]:
         """Tensors beyond their limit, by how much: of any one step, or of all of them together."""
@@ -143,8 +149,7 @@ class Tally:
         output |= {"cosine": metrics.cosine(self.total["output"]), "ulp_p99": self._ulp_quantile(0.99)}
         first = None
         if self.first is not None:
-            largest = {key: value for key, value in (self.largest or {}).items() if key != "over"} or None
-            first = self.first | {"largest": largest}
+            first = self.first | {"largest": self.largest}
         slope = growth_slope([(entry["step"], entry["state_rel_l2"]) for entry in self.drift])
         return {"output": output, "state": state, "drift": self.drift, "growth_slope": slope, "first_divergence": first}
 
@@ -155,7 +160,7 @@ class Tally:
         return {
             "rel_l2": metrics.rel_l2(total), "worst_head": metrics.worst_head(total), "noise_ratio": ratio.tensor,
             "noise_ratio_head": ratio.head, "worst_step_over": self.worst_step[name], "limit": limit.tensor,
-            "limit_head": limit.head, "would_pass": over * limit.tensor,
+            "limit_head": limit.head, "would_pass": over,
         }  # fmt: skip
 
     def _ulp_quantile(self, share: float) -> int:
@@ -172,10 +177,10 @@ def growth_slope(points: list[tuple[int, float]]) -> float | None:
     return sum((x - mean_x) * (y - mean_y) for x, y in logs) / spread
 
 
-def _verdict(proof: Path, oracle: Oracle, tally: Tally, held: dict[str, bool]) -> tuple[Verdict, str]:
+def _verdict(proof: Proof, oracle: Oracle, tally: Tally, held: dict[str, bool]) -> tuple[Verdict, str]:
     """FAIL > INCONCLUSIVE > VACUOUS > PASS."""
-    failures = [f"{name} is {over:.3g} times its limit" for name, over in tally.beyond().items()]
-    broken = [name for name, kept in held.items() if not kept]
+    failures = [f"{name} is {over:.3g} times its limit in its worst step" for name, over in tally.beyond().items()]
+    broken = sorted((name for name, kept in held.items() if not kept), key="inputs_unmodified".__ne__)  # what breaks the others first
     if broken:
         failures.append(f"invariants broken: {', '.join(broken)}")
     if failures:

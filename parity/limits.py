@@ -30,6 +30,8 @@ FLIP_ULPS = 32.0
 OTHER_CONFIGURATION = 2.0**-7
 # A hypothesis about a fault is named when it leaves at most this share of the residual.
 EXPLAINED = 0.1
+# Heads with at least this share of the worst head's squared error take part; the others carry noise.
+OFF_HEADS = 1e-2
 
 
 def boundary(dtype: torch.dtype) -> Limit:

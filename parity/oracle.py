@@ -27,6 +27,7 @@ class Oracle:
 
     def __init__(self, case: Case, contract: Contract | None) -> None:
         self.case = case
+        self.declared = contract is not None
         self.roundings = (contract or Contract()).resolve(case.problem.activation)
         self.lowest = torch.float64
 

@@ -21,7 +21,7 @@ from parity import oracle
 
 
 @dataclass
-class Path:
+class Proof:
     """Launches by kernel name and what they prove."""
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -33,7 +33,7 @@ class Path:
         return {"kernels": launched, "proved": self.proved, "oracle_dtype": oracle_dtype}
 
 
-def observe(impl: Implementation, call: Callable[[], torch.Tensor], inputs: list[torch.Tensor], device: str) -> tuple[torch.Tensor, Path]:
+def observe(impl: Implementation, call: Callable[[], torch.Tensor], inputs: list[torch.Tensor], device: str) -> tuple[torch.Tensor, Proof]:
     """Run `call` once under observation. Not proved: a declared kernel was not seen, nothing was seen, or it ran the reference."""
     kernels: Counter[str] = Counter()
     aten: Counter[str] = Counter()
@@ -42,19 +42,19 @@ def observe(impl: Implementation, call: Callable[[], torch.Tensor], inputs: list
     if not kernels and device.startswith("cuda"):
         kernels.update(profiled(call))
     declared, seen = set(impl.kernels), kernels + aten
-    shown = {name: count for name, count in seen.items() if name in declared} if declared else kernels or aten
-    path = Path(Counter(shown))
+    shown = {name: count for name, count in seen.items() if name in declared} or kernels or aten
+    proof = Proof(Counter(shown))
     missing = sorted(declared - set(seen))
     if entered:
-        path.reason = f"same path: the candidate ran the reference ({', '.join(sorted(entered))})"
+        proof.reason = f"same path: the candidate ran the reference ({', '.join(sorted(entered))})"
     elif isinstance(out, torch.Tensor) and any(_shares_memory(out, x) for x in inputs):
-        path.reason = "same path: the output is an input's memory"
+        proof.reason = "same path: the output is an input's memory"
     elif missing:
-        path.reason = f"not proved: declared but not seen: {', '.join(missing)}"
+        proof.reason = f"not proved: declared but not seen: {', '.join(missing)}"
     elif not seen:
-        path.reason = "not proved: no kernel and no torch operator was seen"
-    path.proved = not path.reason
-    return out, path
+        proof.reason = "not proved: no kernel and no torch operator was seen"
+    proof.proved = not proof.reason
+    return out, proof
 
 
 def _shares_memory(out: torch.Tensor, x: torch.Tensor) -> bool:

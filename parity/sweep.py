@@ -125,10 +125,10 @@ def run(
     finished: Callable[[Row], None] = lambda row: None,
 ) -> Record:
     """Make the rows of `work` in `made`, saved after each. Rows of `resume` with the same inputs, contract and sources are kept."""
-    kept = {_identity(row): row for row in (resume or {"rows": []})["rows"] if row["verdict"] != Verdict.SKIPPED}
+    old = _finished(resume)
     for task in work:
         started(task)
-        row = kept.get(_identity(gate.blank(task.problem, task.impl, task.reference)))
+        row = old.get(_identity(gate.blank(task.problem, task.impl, task.reference)))
         row = row or gate.judge(task.problem, task.impl, task.reference)
         made["rows"].append(row)
         made["summary"] = record.summary(made["rows"])
@@ -138,6 +138,17 @@ def run(
         if fail_fast and row["verdict"] == Verdict.FAIL:
             break
     return made
+
+
+def kept(work: Sequence[Task], resume: Record) -> int:
+    """How many rows of `work` `resume` already has."""
+    old = _finished(resume)
+    return sum(_identity(gate.blank(task.problem, task.impl, task.reference)) in old for task in work)
+
+
+def _finished(resume: Record | None) -> dict[tuple[str, ...], Row]:
+    rows = resume["rows"] if resume is not None else []
+    return {_identity(row): row for row in rows if row["verdict"] != Verdict.SKIPPED}
 
 
 def _identity(row: Row) -> tuple[str, ...]:

@@ -109,6 +109,10 @@ def decode(
 ) -> Tensor:
     """One token for each sequence: S <- diag(exp g) S; u = beta (v - k^T S); S <- S + k u^T; out = RMS(q^T S) sigmoid(gate).
 
+    In order: SiLU of the depthwise convolution over the window and the new inputs; q and k divided by sqrt(sum of squares +
+    1e-6), q times K^-0.5; g = lower_bound * sigmoid(exp(a_log) * (f + dt_bias)), or -exp(a_log) * softplus(f + dt_bias);
+    beta = sigmoid; the recurrence; RMS norm over V with norm_eps and norm_weight, times sigmoid(gate). All of it is `step`.
+
     q, k [N, H*K], v [N, H*V]: raw projections, before convolution. f [N, H*K]: raw decay gate. beta [N, H]: logits.
     gate [N, H*V]: raw output gate. conv_weight [2*H*K + H*V, 4], newest token last; a_log [H], dt_bias [H*K] FP32;
     norm_weight [V]. lower_bound: of the bounded gate (negative), None for softplus.

@@ -17,6 +17,7 @@ KDA_CELL = ("conv", "q", "k", "g", "decay", "beta", "read", "delta", "state", "c
 BOUNDARY = frozenset({"state", "out"})  # what is stored; everything else is interior
 
 ACTIVATION = "activation"  # in a contract: the dtype of the activations of the case
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,11 @@ class Contract:
             raise ValueError(f"contract: {', '.join(unknown)} can't round; interior points are {interior}")
         if self.accumulate not in ("fp32", "mma_bf16", "mma_tf32", "mma_fp8"):
             raise ValueError(f"contract: accumulate is one of fp32, mma_bf16, mma_tf32, mma_fp8, got {self.accumulate!r}")
-        object.__setattr__(self, "rounds", MappingProxyType(dict(self.rounds)))
+        rounds = {point: DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype for point, dtype in self.rounds.items()}
+        for point, dtype in rounds.items():
+            if dtype != ACTIVATION and dtype not in DTYPES.values():
+                raise ValueError(f"contract: {point} rounds to one of {', '.join(DTYPES)}, or ACTIVATION, got {dtype!r}")
+        object.__setattr__(self, "rounds", MappingProxyType(rounds))
 
     def resolve(self, activation: torch.dtype) -> dict[str, torch.dtype]:
         """The dtype at each point that rounds for activations of this dtype; FP32 rounds nothing of an FP32 computation."""

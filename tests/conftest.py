@@ -12,6 +12,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    return "kernels: on the GPU" if _wants_gpu(config) else "kernels: Triton's interpreter, on the CPU"
+
+
 def _wants_gpu(config: pytest.Config) -> bool:
     return config.option.markexpr == "gpu" and torch.cuda.is_available()
 

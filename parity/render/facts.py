@@ -78,7 +78,9 @@ def reasons(record: Record) -> list[tuple[Verdict, str]]:
 
 
 def _reason(row: Row) -> str:
-    return f"{one_line(row['impl'])}: {one_line(row['reason']) or 'no reason given'}"
+    """A row that failed is told apart from others of its implementation; skips and refusals are of the implementation."""
+    which = f" [{row['dtype']}, {row['state_dtype']} state, {row['regime']}]" if row["verdict"] == Verdict.FAIL else ""
+    return f"{one_line(row['impl'])}{which}: {one_line(row['reason']) or 'no reason given'}"
 
 
 def _grouped(rows: list[Row], sentence: Callable[[Row], str]) -> list[str]:
@@ -90,12 +92,16 @@ def _grouped(rows: list[Row], sentence: Callable[[Row], str]) -> list[str]:
 
 
 def _path(row: Row) -> str:
-    """Kernel names without what all of them share, with their launches."""
+    """Kernel names without what all of them share, with their launches; torch operators by name only where they were declared."""
     kernels = dig(row, "path.kernels") or []
+    operators = [kernel for kernel in kernels if kernel["name"].startswith("aten::")]
+    if len(operators) > _NAMED_KERNELS:
+        kernels = [kernel for kernel in kernels if kernel not in operators]
     names = [f"{one_line(kernel['name']).strip('_').removesuffix('_kernel')} x{kernel['launches']}" for kernel in kernels]
     shown = ", ".join(names[:_NAMED_KERNELS]) + (f" and {len(names) - _NAMED_KERNELS} more" if len(names) > _NAMED_KERNELS else "")
+    many = f"{len(operators)} torch operators" if len(operators) > _NAMED_KERNELS else ""
     proved = "proved" if dig(row, "path.proved") else "not proved"
-    return f"{one_line(row['impl'])} ran {shown or 'no kernel that was seen'}: {proved}"
+    return f"{one_line(row['impl'])} ran {', '.join(filter(None, (shown, many))) or 'no kernel that was seen'}: {proved}"
 
 
 def first_bad(record: Record) -> Row | None:
@@ -120,10 +126,10 @@ def divergence(row: Row) -> list[tuple[str, str]]:
         ("impl", one_line(row["impl"])),
         ("where", _where(first, row.get("steps"))),
         ("values", _values(first)),
-        ("error", _excess(first.get("noise_ratio"), first.get("limit"))),
+        ("error", _excess(first)),
         ("point", f"{one_line(first.get('point') or 'unknown')} ({one_line(first.get('cause') or 'no cause found')})"),
         ("contract", _contract(row.get("contract") or {})),
-        ("would pass", f"with a limit of {number(would_pass)} on the {one_line(first['tensor'])}" if would_pass is not None else ""),
+        ("would pass", f"with limits {number(would_pass)} times as wide" if would_pass is not None else ""),
         ("largest", _largest(first.get("largest"))),
     ]
     return [(label, text) for label, text in lines if text]
@@ -149,11 +155,13 @@ def _exact(value: Any) -> str:
     return number(value, digits=9) or "unknown"
 
 
-def _excess(ratio: Any, limit: Any) -> str:
+def _excess(first: dict[str, Any]) -> str:
     """How far over its limit; nothing where none was measured, as for a window, which is compared bit by bit."""
+    ratio, limit = first.get("noise_ratio"), first.get("limit")
     if ratio is None:
         return ""
-    return f"noise ratio {number(ratio)}" + (f", {number(ratio / limit)} times its limit of {number(limit)}" if limit else "")
+    of = f" of the {first['limit_of']}" if first.get("limit_of") else ""
+    return f"noise ratio {number(ratio)}{of}" + (f", {number(ratio / limit)} times its limit of {number(limit)}" if limit else "")
 
 
 def _contract(contract: dict[str, Any]) -> str:
@@ -167,7 +175,7 @@ def _largest(largest: dict[str, Any] | None) -> str:
     if not largest:
         return ""
     places = ", ".join(f"{key} {number(largest[key])}" for key in ("step", "sequence", "head") if largest.get(key) is not None)
-    return f"{places}: noise ratio {number(largest['noise_ratio'])} (the largest error, not the first)"
+    return f"{places}: {number(largest['over'])} times its limit (the largest error, not the first)"
 
 
 def _operators(rows: list[Row]) -> str:

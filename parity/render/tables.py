@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from rich.table import Table
+from rich.text import Text
 
 from optimized.dispatch import Choice
 from parity.doctor import Finding
@@ -25,5 +26,5 @@ def doctor(findings: list[Finding]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
         mark = {True: "ok", False: "WRONG", None: "-"}[finding.ok]
-        table.add_row(mark, finding.name, finding.found)
+        table.add_row(mark, finding.name, Text(finding.found))
     return table

@@ -37,7 +37,9 @@ def render(record: Record, *, width: int = 110, color: bool = False) -> str:
             _line(console, "", "\nFirst divergence")
             for label, text in lines:
                 _line(console, "", f"  {label:<11}{text}")
-        _line(console, "", f"\n{facts.command(bad)}")
+        others = sum(row["verdict"] == bad["verdict"] for row in record["rows"]) - 1
+        more = f" (the first of {others + 1} such rows)" if others else ""
+        _line(console, "", f"\nReproduce{more}:\n{facts.command(bad)}")
     assert isinstance(console.file, StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 

@@ -112,7 +112,7 @@ def test_a_named_reference_changes_the_drift_and_not_the_gate() -> None:
 
 def test_what_a_candidate_raises_is_a_failure_with_its_first_line() -> None:
     row = judged(raises)
-    assert (row["verdict"], row["reason"]) == ("FAIL", "raised RuntimeError: no tile of that size")
+    assert (row["verdict"], row["reason"]) == ("FAIL", "raised RuntimeError: no tile of that size (test_gate.py:32)")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,8 @@ def test_what_a_candidate_raises_is_a_failure_with_its_first_line() -> None:
 )
 def test_an_output_of_another_shape_dtype_or_type_fails(change: Any, got: str) -> None:
     row = judged(lambda q, k, **x: change(eager.decode(q, k, **x)))
-    assert (row["verdict"], row["reason"]) == ("FAIL", f"raised TypeError: output: expected [2, 32] torch.bfloat16, got {got}")
+    assert row["verdict"] == "FAIL"
+    assert row["reason"].startswith(f"raised TypeError: output: expected [2, 32] torch.bfloat16, got {got} (")
 
 
 @pytest.mark.parametrize("empty", [{"batch": 0}, {"steps": 0}])
@@ -174,15 +175,15 @@ def test_the_first_divergence_is_first_and_the_largest_stands_second() -> None:
     row = judged(candidates.small_then_large, Problem("kda.decode", model="tiny", steps=8), contract=None)
     first = row["first_divergence"]
     assert row["verdict"] == "FAIL" and (first["step"], first["largest"]["step"]) == (3, 6)
-    assert first["noise_ratio"] > first["limit"] and first["largest"]["noise_ratio"] > 100 * first["noise_ratio"]
+    assert first["noise_ratio"] > first["limit"] and first["largest"]["over"] > 100 * first["noise_ratio"] / first["limit"]
 
 
 def test_the_smallest_limit_that_would_have_passed_stands_beside_a_failure() -> None:
     row = judged(candidates.beta_bf16, contract=None)
     for name in ("output", "state"):
         told = row[name]
-        assert told["would_pass"] == pytest.approx(told["worst_step_over"] * told["limit"]) and told["would_pass"] > 10 * told["limit"]
-        assert told["would_pass"] >= max(told["noise_ratio"], told["noise_ratio_head"] * told["limit"] / told["limit_head"])
+        assert told["would_pass"] == pytest.approx(told["worst_step_over"]) and told["would_pass"] > 10
+        assert told["would_pass"] >= max(told["noise_ratio"] / told["limit"], told["noise_ratio_head"] / told["limit_head"])
 
 
 def test_drift_is_injected_plus_propagated() -> None:

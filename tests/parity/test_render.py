@@ -29,7 +29,7 @@ def row(verdict: str = "PASS", reason: str = "", heads: int = 2, impl: str = "tr
 
 
 def failed(**changed: Any) -> records.Row:
-    largest = {"step": 12, "sequence": 0, "head": 1, "noise_ratio": 20100.2}
+    largest = {"step": 12, "sequence": 0, "head": 1, "over": 838.2}
     first = {"step": 3, "tensor": "state", "sequence": 1, "head": 0, "point": "beta", "cause": "beta rounded to bf16",
              "channel": {"value": 17, "key": 93}, "candidate": 0.123456789, "gold": 0.123456781, "ulp": 1, "limit": 24,
              "noise_ratio": 12725.3, "largest": largest}  # fmt: skip
@@ -67,9 +67,9 @@ def test_last_line_reproduces_the_first_bad_row_from_a_shell(impl: str) -> None:
 def test_first_divergence_names_place_values_cause_and_the_limit_that_passes() -> None:
     rendered = text.render(of(row(), failed()))
     for fact in ("step 3 of 16, state, sequence 1, head 0, value 17, key 93", "candidate 0.123456789, gold 0.123456781: 1 ULP apart",
-                 "12700, 530 times its limit of 24", "beta (beta rounded to bf16)", "a limit of 12800 on the state"):  # fmt: skip
+                 "12700, 530 times its limit of 24", "beta (beta rounded to bf16)", "with limits 12800 times as wide"):  # fmt: skip
         assert fact in rendered
-    assert rendered.index("step 3") < rendered.index("step 12, sequence 0, head 1: noise ratio 20100 (the largest error, not the first)")
+    assert rendered.index("step 3") < rendered.index("step 12, sequence 0, head 1: 838 times its limit (the largest error, not the first)")
     assert "First divergence" not in text.render(of(row()))
 
 
