@@ -29,10 +29,9 @@ WARMUP = 3
 COPY_BYTES = 4 << 30
 MATMUL = 8192
 TUNED = tuple(
-    Tile(rows, warps, stages, chunk, pdl)
-    for rows, warps, stages in ((8, 1, 4), (8, 1, 5), (16, 1, 4), (16, 2, 4), (16, 2, 5), (32, 4, 3), (32, 4, 4), (128, 4, 1))
+    Tile(rows, warps, stages, chunk, pdl=True)
+    for rows, warps, stages in ((8, 1, 4), (8, 1, 6), (16, 1, 4), (16, 2, 5), (32, 4, 4), (128, 4, 1))
     for chunk in (32, 64, 128)
-    for pdl in (False, True)
 )
 
 
