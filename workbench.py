@@ -158,7 +158,7 @@ def dispatch(
     from parity.render import tables
 
     work = Problem(op, model, heads, batch, dtype, state_dtype).workload()
-    off = [name for name in without.split(",") if name]
+    off = [name.strip() for name in without.split(",") if name.strip()]
     choices = {arch: dispatch.choose(replace(work, arch=arch), off)} if arch else dispatch.matrix(work, off)
     title = f"{op} {model}, {heads} heads, batch {batch}, {dtype} activations, {state_dtype} state"
     Console(width=None if Console().is_terminal else 200).print(tables.dispatch(title, choices))
@@ -186,20 +186,25 @@ def report(
     from parity import record, render
 
     made = record.load(file)
-    if out is None:
-        _print(made, format, render)
-    else:
+    if out is not None:
         record.check_writable(out)
-        record.write(out, render.render(made, format))
+    try:
+        text = _rendered(made, format, render, out is not None)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"record: {file} is damaged ({type(error).__name__}: {error}); make it anew with sweep --out") from error
+    if out is None:
+        typer.echo(text, nl=not text.endswith("\n"))
+    else:
+        record.write(out, text)
     raise typer.Exit(record.exit_code(made["rows"]))
 
 
 def _options(config: Path | None, given: dict[str, Any]) -> Any:
     """The options of a sweep, with the interpreter chosen for their device before Triton is imported."""
-    from parity import sweep
+    from parity import problem, sweep
 
     options = sweep.layered(_default_device(), config, given)
-    sweep.check_device(options.device)
+    problem.check_device(options.device)
     sweep.interpret(options.device)
     return options
 
@@ -209,10 +214,10 @@ def _default_device() -> str:
 
 
 def _device(device: str | None) -> str:
-    from parity import sweep
+    from parity import problem
 
     chosen = device or _default_device()
-    sweep.check_device(chosen)
+    problem.check_device(chosen)
     _interpret(chosen)
     return chosen
 
@@ -240,12 +245,16 @@ def _advance(progress: Progress, bar: TaskID, row: dict[str, Any]) -> None:
         typer.echo(f"{task.completed:.0f}/{task.total:.0f} {row['verdict']} {row['impl']} {row['case']} {row['seconds']} s", err=True)
 
 
-def _print(made: dict[str, Any], format: Format, render: Any) -> None:
+def _rendered(made: dict[str, Any], format: Format, render: Any, to_file: bool = False) -> str:
+    """The record as it is printed: text as wide as the terminal."""
     console = Console()
     if format is Format.text:
-        text = render.text.render(made, width=max(console.width, 100), color=console.is_terminal)
-    else:
-        text = render.render(made, format)
+        return str(render.text.render(made, width=max(console.width, 100), color=console.is_terminal and not to_file))
+    return str(render.render(made, format))
+
+
+def _print(made: dict[str, Any], format: Format, render: Any) -> None:
+    text = _rendered(made, format, render)
     typer.echo(text, nl=not text.endswith("\n"))
 
 

@@ -150,7 +150,8 @@ def kda_decode_kernel(
     v0, v1, v2, v3 = _taps(v + row * v_stride + head * V + value, window_row, v_channel, tap_stride, channel_stride, in_v, carried)
     x = tl.load(f + row * f_stride + q_channel, mask=in_k, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + q_channel, mask=in_k, other=0.0)
-    rate = tl.exp(tl.minimum(tl.load(a_log + head), RATE_MAX))
+    log_rate = tl.load(a_log + head)
+    rate = tl.exp(tl.where(log_rate > RATE_MAX, RATE_MAX, log_rate))  # NaN stays NaN
     b = _sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
     weight = tl.load(norm_weight + value, mask=in_v, other=0.0).to(tl.float32)
     weight *= _sigmoid(tl.load(gate + row * gate_stride + head * V + value, mask=in_v, other=0.0).to(tl.float32))

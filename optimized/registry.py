@@ -208,7 +208,7 @@ def of_function(op: str, function: Callable[..., Any]) -> Implementation:
     contract, kernels = getattr(function, "contract", None), getattr(function, "kernels", ())
     if contract is not None and not isinstance(contract, Contract):
         raise ValueError(f"{target}.contract: expected a reference.points.Contract, got {type(contract).__name__}; write Contract(...)")
-    if isinstance(kernels, str) or not all(isinstance(name, str) for name in kernels):
+    if not isinstance(kernels, tuple | list) or not all(isinstance(name, str) for name in kernels):
         raise ValueError(f"{target}.kernels: expected a tuple of names, got {kernels!r}; write ({kernels!r},) for one")
     capturable = bool(getattr(function, "capturable", False))
     return Implementation(op, target, target, contract, tuple(kernels), _anything, capturable=capturable, function=function)
@@ -223,7 +223,7 @@ def _external(op: str, name: str, target: str) -> Implementation:
     module = target.partition(":")[0]
     try:
         importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"impl: can't import {module!r}: {error}; run from its folder or install it") from error
     function = _resolve(target)
     return replace(of_function(op, function), name=name, target=target)

@@ -88,6 +88,8 @@ def measure(problem: Problem, tiles: Sequence[Tile] | None = None) -> list[Row]:
     ceilings = [_ceiling("read_modify_write", moved, len(layers), problem.device), _ceiling("copy", moved, len(layers), problem.device)]
     contenders = [_tiled(layers, tile) for tile in tiles] if tiles is not None else _implementations(problem, layers)
     _race([*ceilings, *contenders], problem.device)
+    if not ceilings[0].times:
+        raise RuntimeError(f"bench: the floor could not be timed: {ceilings[0].failed}")
     floor = median(ceilings[0].times)
     return [_row(problem, contender, moved, floor, len(layers)) for contender in [*ceilings, *contenders]]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from parity import regimes
-from parity.buffers import GuardedRows
+from parity.buffers import GuardedRows, same_bits
 from parity.problem import Problem
 
 SPARE_SLOTS = 2  # slots that no sequence of the case names
@@ -62,6 +62,7 @@ class Case:
             "dt_bias": regimes.gate_bias(self.regime, self.kda, a_log, generator),
             "norm_weight": (1 + 0.1 * self._normal((value_dim,), generator)).to(problem.activation),
         }
+        self.given = {name: weight.clone() for name, weight in self.weights.items()}  # what a candidate may damage
         self.settings = {"lower_bound": self.kda.lower_bound, "norm_eps": problem.shape.norm_eps}
 
     def _generator(self, stream: int) -> torch.Generator:
@@ -71,6 +72,10 @@ class Case:
 
     def _normal(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return torch.randn(shape, generator=generator, device=self.problem.device)
+
+    def weights_intact(self) -> bool:
+        """What candidates were given still is what the references read."""
+        return all(same_bits(self.given[name], weight) for name, weight in self.weights.items())
 
     def pools(self) -> Pools:
         """The initial pools, new memory at every call and the same values."""

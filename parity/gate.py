@@ -2,9 +2,8 @@
 
 import math
 import time
-import traceback
+from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from parity.oracle import Oracle
 from parity.path import Proof
 from parity.problem import Problem
 from parity.record import Row, Verdict
-from parity.trajectory import FreeRun, Step
+from parity.trajectory import CandidateError, FreeRun, ReferenceError, Step
 
 REFERENCE = "fp32"  # the reference side of the drift, unless an implementation is named
 
@@ -34,11 +33,14 @@ def judge(problem: Problem, impl: Implementation, reference: Implementation | No
     try:
         row |= _run(problem, impl, reference)
     except torch.OutOfMemoryError as error:
-        row |= {"verdict": Verdict.INCONCLUSIVE, "reason": f"out of memory: {_first_line(error)}"}
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(where.filename).name}:{where.lineno}"
-        row |= {"verdict": Verdict.FAIL, "reason": f"raised {type(error).__name__}: {_first_line(error)} ({place})"}
+        row |= {"verdict": Verdict.INCONCLUSIVE, "reason": f"out of memory: {str(error).splitlines()[0]}"}
+    except CandidateError as error:
+        if isinstance(error.error, torch.OutOfMemoryError):
+            row |= {"verdict": Verdict.INCONCLUSIVE, "reason": f"out of memory: {error}"}
+        else:
+            row |= {"verdict": Verdict.FAIL, "reason": f"raised {error}"}
+    except ReferenceError as error:
+        row |= {"verdict": Verdict.INCONCLUSIVE, "reason": f"the reference {error}"}
     return row | {"seconds": round(time.monotonic() - started, 3)}
 
 
@@ -58,10 +60,6 @@ def blank(problem: Problem, impl: Implementation, reference: Implementation | No
     }  # fmt: skip
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
-
-
 def _run(problem: Problem, impl: Implementation, reference: Implementation | None) -> Row:
     cuda = problem.device.startswith("cuda")
     if cuda:
@@ -73,8 +71,14 @@ def _run(problem: Problem, impl: Implementation, reference: Implementation | Non
     pools = case.pools()
     oracle = Oracle(case, impl.contract)
     tally = Tally(oracle, problem)
-    for step in trajectory.walk(case, call, oracle, pools, FreeRun(case, reference)):
-        tally.add(step, pools)
+    launched: Counter[str] = Counter()
+    with path.triton_launches(launched):
+        for step in trajectory.walk(case, call, oracle, pools, FreeRun(case, reference)):
+            tally.add(step, pools)
+    left_out = [name for name in proof.hooked if launched[name] < problem.steps]
+    if left_out and proof.proved:
+        proof.proved = False
+        proof.reason = f"not proved: {left_out[0]} was launched {launched[left_out[0]]} times in {problem.steps} steps"
     held |= invariants.untouched(pools) | {"inputs_unmodified": tally.inputs_intact, "window_exact": tally.window_exact}
     memory = {"pools_bytes": pools.bytes(), "peak_bytes": torch.cuda.max_memory_allocated(problem.device)} if cuda else None
     verdict, reason = _verdict(proof, oracle, tally, held)

@@ -38,23 +38,21 @@ class Bench:
             prepare(pools)
         return run(self.call, self.case, pools, x or self.inputs.tensors, **changed), pools
 
-    def equals_base(self, out: Tensor, pools: Pools, sequences: slice | Tensor = slice(None)) -> bool:
+    def equals_base(self, out: Tensor, pools: Pools, sequences: slice = slice(None)) -> bool:
         """Output and named rows equal the base run's, for these sequences."""
-        rows = self.base_pools.index[sequences]
-        return all(
-            same_bits(a, b)
-            for a, b in (
-                (out[sequences], self.base[sequences]),
-                (pools.state[rows], self.base_pools.state[rows]),
-                (pools.window[rows], self.base_pools.window[rows]),
-            )
-        )
+        return all(same_bits(a, b) for a, b in self._beside_base(out, pools, sequences))
 
     def close_to_base(self, out: Tensor, pools: Pools, sequences: slice) -> bool:
         """Output and named rows are the base run's up to the noise of another launch configuration."""
-        rows = self.base_pools.index[sequences]
-        pairs = ((out[sequences], self.base[sequences]), (pools.state[rows], self.base_pools.state[rows]))
+        pairs = self._beside_base(out, pools, sequences)
         return all(float((a.double() - b.double()).norm()) <= limits.OTHER_CONFIGURATION * float(b.double().norm()) for a, b in pairs)
+
+    def _beside_base(self, out: Tensor, pools: Pools, sequences: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        """A row at a time, so that large pools need no copies."""
+        yield out[sequences], self.base[sequences]
+        for slot in self.base_pools.slots[sequences].tolist():
+            yield pools.state[slot], self.base_pools.state[slot]
+            yield pools.window[slot], self.base_pools.window[slot]
 
 
 def untouched(pools: Pools) -> dict[str, bool]:
@@ -87,19 +85,28 @@ def _slot_permutation(bench: Bench) -> bool | None:
 
 
 def _padding(bench: Bench) -> bool:
-    """A padded sequence (below and past the pool) returns zeros, touches nothing and changes nobody."""
+    """Padded sequences (below or past the pool, first, last or all) return zeros, touch nothing and change nobody."""
+    batch, count = bench.case.problem.batch, bench.base_pools.state.shape[0]
+    last, first, everyone = slice(batch - 1, batch), slice(0, 1), slice(0, batch)
     held = True
-    count = bench.base_pools.state.shape[0]
-    for outside in (-1, count, -(2**31), 2**31 - 1):
+    for rows, outside in ((last, -1), (last, count), (first, -(2**31)), (everyone, 2**31 - 1)):
         slots = bench.base_pools.slots.clone()
-        slots[-1] = outside
+        slots[rows] = outside
         out, pools = bench.run(slots=slots)
-        initial = bench.case.pools()
-        last = pools.index[-1:]
-        kept = same_bits(pools.state[last], initial.state[last]) and same_bits(pools.window[last], initial.window[last])
-        live = slice(0, bench.case.problem.batch - 1)
-        held &= kept and bool((out[-1] == 0).all()) and bench.close_to_base(out, pools, live) and all(untouched(pools).values())
+        initial, padded = bench.case.pools(), pools.index[rows]
+        kept = same_bits(pools.state[padded], initial.state[padded]) and same_bits(pools.window[padded], initial.window[padded])
+        live = slice(rows.stop, batch) if rows.start == 0 else slice(0, rows.start)
+        held &= kept and bool((out[rows] == 0).all()) and bench.close_to_base(out, pools, live) and all(untouched(pools).values())
     return held
+
+
+def _empty_batch(bench: Bench) -> bool:
+    """No sequences: an empty output, nothing touched."""
+    pools = bench.case.pools()
+    x = {name: value[:0] for name, value in bench.inputs.tensors.items()}
+    run(bench.call, bench.case, pools, x, slots=pools.slots[:0])
+    initial = bench.case.pools()
+    return same_bits(pools.state, initial.state) and same_bits(pools.window, initial.window)
 
 
 def _neighbours(bench: Bench) -> bool | None:
@@ -119,19 +126,20 @@ def _neighbours(bench: Bench) -> bool | None:
 
 def _fresh(bench: Bench) -> bool:
     """A fresh sequence starts from zero whatever its slot holds: NaN, inf, or zeros give the same bits."""
+    place = torch.arange(bench.case.problem.batch, device=bench.base.device)
 
-    def fill(value: float) -> Callable[[Pools], None]:
+    def filled(value: float, rows: Tensor) -> Callable[[Pools], None]:
         def prepare(pools: Pools) -> None:
-            pools.state[pools.index[0]] = value
-            pools.window[pools.index[0]] = value
+            pools.state[pools.index[rows]] = value
+            pools.window[pools.index[rows]] = value
 
         return prepare
 
-    fresh = torch.zeros(bench.case.problem.batch, dtype=torch.bool, device=bench.base.device)
-    fresh[0] = True
-    zeroed, zeroed_pools = bench.run(fill(0.0))
-    for value in (torch.nan, torch.inf):
-        out, pools = bench.run(fill(value), fresh=fresh)
+    for fresh, value in ((place % 2 == 0, torch.nan), (place % 2 == 1, torch.nan), (place >= 0, torch.inf)):
+        if not bool(fresh.any()):
+            continue
+        zeroed, zeroed_pools = bench.run(filled(0.0, fresh))
+        out, pools = bench.run(filled(value, fresh), fresh=fresh)
         if not same_bits(out, zeroed) or not same_bits(pools.state, zeroed_pools.state) or not same_bits(pools.window, zeroed_pools.window):
             return False
     return True
@@ -169,6 +177,7 @@ def _graph_replay(bench: Bench) -> bool | None:
             static.copy_(current)
         for name, value in bench.inputs.tensors.items():
             x[name].copy_(value)
+        del initial, static, current
         bench.run()
         graph.replay()
         held &= bench.equals_base(out, pools)
@@ -179,6 +188,7 @@ CHECKS: dict[str, Callable[[Bench], bool | None]] = {
     "repeated": _repeated,
     "slot_permutation": _slot_permutation,
     "padding": _padding,
+    "empty_batch": _empty_batch,
     "neighbours": _neighbours,
     "fresh": _fresh,
     "poisoned_allocations": _poisoned_allocations,

@@ -14,8 +14,9 @@ class Limit:
     reason: str
 
 
-FP32_BOUNDARY = Limit(8.0, 24.0, "healthy FP32 boundaries score 1 to 4, their worst head 10; the least fault seen scores 30")
-ROUNDED_BOUNDARY = Limit(2.0, 6.0, "healthy 16-bit boundaries score under 0.05 beyond half an ulp; the least fault seen scores 30")
+# Where nothing rounds inside, faults score 30 and more on either.
+FP32_BOUNDARY = Limit(8.0, 24.0, "healthy FP32 boundaries score 1 to 4, their worst head 10")
+ROUNDED_BOUNDARY = Limit(2.0, 6.0, "healthy 16-bit boundaries score under 0.05 beyond half an ulp")
 
 # A reference that happens to be exact leaves no floor to divide by: a quarter of FP32's unit roundoff, below one rounding.
 LEAST_FLOOR = 2.0**-26

@@ -27,6 +27,7 @@ class Proof:
     kernels: Counter[str] = field(default_factory=Counter)
     proved: bool = False
     reason: str = ""
+    hooked: frozenset[str] = frozenset()  # declared kernels that the launch hook sees, at every step
 
     def row(self, oracle_dtype: str) -> dict[str, Any]:
         launched = [{"name": name, "launches": count} for name, count in sorted(self.kernels.items())]
@@ -37,13 +38,14 @@ def observe(impl: Implementation, call: Callable[[], torch.Tensor], inputs: list
     """Run `call` once under observation. Not proved: a declared kernel was not seen, nothing was seen, or it ran the reference."""
     kernels: Counter[str] = Counter()
     aten: Counter[str] = Counter()
-    with _triton_launches(kernels), _aten_operators(aten), _reference_entries() as entered:
+    with triton_launches(kernels), _aten_operators(aten), _reference_entries() as entered:
         out = call()
+    hooked = frozenset(kernels) & set(impl.kernels)
     if not kernels and device.startswith("cuda"):
         kernels.update(profiled(call))
     declared, seen = set(impl.kernels), kernels + aten
     shown = {name: count for name, count in seen.items() if name in declared} or kernels or aten
-    proof = Proof(Counter(shown))
+    proof = Proof(Counter(shown), hooked=hooked)
     missing = sorted(declared - set(seen))
     if entered:
         proof.reason = f"same path: the candidate ran the reference ({', '.join(sorted(entered))})"
@@ -62,7 +64,8 @@ def _shares_memory(out: torch.Tensor, x: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _triton_launches(kernels: Counter[str]) -> Iterator[None]:
+def triton_launches(kernels: Counter[str]) -> Iterator[None]:
+    """Count Triton launches by name, compiled or interpreted."""
     if "triton" not in sys.modules:
         yield
     elif interpreter.active():
@@ -113,7 +116,7 @@ def profiled(call: Callable[[], Any]) -> Counter[str]:
     """Device kernels of one call, as the profiler sees them."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()
         torch.cuda.synchronize()
     return Counter(event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)

@@ -6,10 +6,24 @@ from dataclasses import dataclass, fields
 import torch
 
 from optimized import arch, registry
+from reference.points import DTYPES
 from reference.presets import Preset, preset
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+RANGES = {"heads": (1, 4096), "batch": (0, 1 << 20), "steps": (0, 1 << 20), "seed": (-1, (1 << 31) - 1)}
+
+
+def check_device(device: str) -> None:
+    """ValueError for a device that torch doesn't have here."""
+    kind, colon, index = device.partition(":")
+    if device == "cpu":
+        return
+    if kind != "cuda" or (colon and not (index.isascii() and index.isdigit())):
+        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
+    if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: {device} is not here ({torch.cuda.device_count()} CUDA devices); use cpu")
 
 
 @dataclass(frozen=True)
@@ -34,9 +48,10 @@ class Problem:
         for name, allowed in (("dtype", DTYPES), ("state_dtype", STATE_DTYPES), ("regime", REGIMES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{_option(name)}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        for name, least in (("heads", 1), ("batch", 0), ("steps", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{_option(name)}: expected at least {least}, got {getattr(self, name)}")
+        for name, (least, most) in RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{_option(name)}: expected {least} to {most}, got {getattr(self, name)}")
+        check_device(self.device)
         if self.op not in registry.operators():
             raise ValueError(f"operator: expected one of {', '.join(registry.operators())}, got {self.op!r}")
         if self.seed < 0:
@@ -81,6 +96,8 @@ def parse(case: str) -> Problem:
         if key not in problem_fields or not equals:
             raise ValueError(f"case: expected key=value with a key of {', '.join(problem_fields)}, got {setting!r}")
         field = problem_fields[key]
+        if field.name in values:
+            raise ValueError(f"case: {key} stands twice in {case!r}")
         values[field.name] = _integer(key, value) if field.type is int else value
     return Problem(op, **values)  # type: ignore[arg-type]
 

@@ -78,6 +78,8 @@ def check_writable(path: Path) -> None:
     """ValueError when a record could not be written there, before any work is done."""
     if path.is_dir():
         raise ValueError(f"out: {path} is a folder; name a file, such as {path / 'record.json'}")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"out: {path} is no ordinary file; name one, such as record.json")
     if not path.parent.is_dir():
         raise ValueError(f"out: there is no folder {path.parent}; create it first")
     if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
@@ -86,10 +88,12 @@ def check_writable(path: Path) -> None:
 
 def write(path: Path, text: str) -> None:
     """Write, then rename: a killed run leaves the old file or the new one, never half of one."""
+    path = path.resolve()  # through a link, to the file it names
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o777 if path.exists() else 0o644)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -116,7 +120,8 @@ def load(path: Path) -> Record:
         raise ValueError(f"record: {path} is not JSON ({error}); sweep writes one with --out FILE.json") from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA or not isinstance(record.get("rows"), list):
         raise ValueError(f"record: {path} is not a record of schema {SCHEMA}; sweep writes one with --out FILE.json")
-    complete = all(isinstance(row, dict) and row.keys() >= ROW_KEYS for row in record["rows"])
+    verdicts = [verdict.value for verdict in Verdict]
+    complete = all(isinstance(row, dict) and row.keys() >= ROW_KEYS and row["verdict"] in verdicts for row in record["rows"])
     if not complete or not isinstance(record.get("environment"), dict):
         raise ValueError(f"record: {path} lacks its environment or keys of its rows; sweep writes one with --out FILE.json")
     return _numbers(record)

@@ -43,7 +43,15 @@ def layered(device: str, config: Path | None, given: dict[str, Any]) -> Options:
     """Defaults < the configuration file < the command line. ValueError for a key or a value that is not an option's."""
     values = _from_file(config) if config is not None else {}
     values |= {name: value for name, value in given.items() if value is not None}
-    device = str(values.pop("device", device))
+    cases = [op for op in _value("op", values.get("op", "op")) if ":" in op]
+    fixed = sorted(set(values) - {"op", "impl", "reference", "device"})
+    if cases and fixed:
+        raise ValueError(f"{fixed[0].replace('_', '-')}: {cases[0]} fixes it already; write it into the case or leave the case out")
+    devices = {str(values.pop("device"))} if "device" in values else set()
+    devices |= {setting.removeprefix("device=") for case in cases for setting in case.partition(":")[2].split(",") if "device=" in setting}
+    if len(devices) > 1:
+        raise ValueError(f"device: one for a run, got {', '.join(sorted(devices))}")
+    device = devices.pop() if devices else device
     options = replace(ON_GPU if device.startswith("cuda") else Options(), device=device)
     return replace(options, **{name: _value(name, value) for name, value in values.items()})
 
@@ -59,7 +67,10 @@ def _from_file(path: Path) -> dict[str, Any]:
     for key in values:
         if key.replace("_", "-") not in known:
             raise ValueError(f"config: {path} has {key!r}; known are {', '.join(sorted(known))}")
-    return {key.replace("-", "_"): value for key, value in values.items()}
+    named = {key.replace("-", "_"): value for key, value in values.items()}
+    if len(named) < len(values):
+        raise ValueError(f"config: {path} has one option in two spellings")
+    return named
 
 
 def _value(name: str, value: Any) -> Any:
@@ -78,7 +89,7 @@ def _integer(name: str, value: Any) -> int:
         if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
             raise ValueError
         return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name.replace('_', '-')}: expected a whole number, got {value!r}") from None
 
 
@@ -147,26 +158,18 @@ def kept(work: Sequence[Task], resume: Record) -> int:
 
 
 def _finished(resume: Record | None) -> dict[tuple[str, ...], Row]:
-    rows = resume["rows"] if resume is not None else []
+    """The rows of a record of this device and these versions, by identity."""
+    if resume is None:
+        return {}
+    here = record.environment(next((row["case"].partition("device=")[2].partition(",")[0] for row in resume["rows"]), "") or "cpu")
+    same = all(resume["environment"].get(key) == here[key] for key in ("device", "arch", "torch", "triton"))
+    rows = resume["rows"] if same else []
     return {_identity(row): row for row in rows if row["verdict"] != Verdict.SKIPPED}
 
 
 def _identity(row: Row) -> tuple[str, ...]:
     """What makes two rows the same: inputs, implementation, its sources, its contract, the reference."""
     return tuple(str(row[key]) for key in ("case", "impl", "impl_hash", "contract", "reference"))
-
-
-def check_device(device: str) -> None:
-    """ValueError for a device that torch doesn't have here."""
-    import torch
-
-    kind, _, index = device.partition(":")
-    if kind == "cpu" and not index:
-        return
-    if kind != "cuda" or (index and not index.isdigit()):
-        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
-    if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device: {device} is not here ({torch.cuda.device_count()} CUDA devices); use --device cpu")
 
 
 def interpret(device: str) -> None:

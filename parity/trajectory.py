@@ -4,8 +4,10 @@ The gate's side restarts from the candidate's own pools at every step; the drift
 sequences, so that gold never needs a second pool in FP64.
 """
 
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,20 @@ from parity.oracle import Operator, Oracle
 
 SLICE_BYTES = 1 << 26  # of FP64 state at a time
 ULP_BINS = 4096
+
+
+class CandidateError(Exception):
+    """What a call of an implementation raised, or a result that is no output."""
+
+    def __init__(self, error: BaseException) -> None:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        super().__init__(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{place}")
+        self.error = error
+
+
+class ReferenceError(Exception):
+    """What the implementation on the reference's side raised."""
 
 
 @dataclass
@@ -76,7 +92,10 @@ class FreeRun:
         """Advance; yields (sequences, out, state) slice by slice."""
         if self.call is not None and self.pools is not None:
             pools = self.pools
-            out = run(self.call, self.case, pools, x).unflatten(1, (self.case.problem.heads, -1))
+            try:
+                out = run(self.call, self.case, pools, x).unflatten(1, (self.case.problem.heads, -1))
+            except CandidateError as error:
+                raise ReferenceError(f"raised {error}") from error
             for part in slices(self.case):
                 yield part, out[part], pools.state[pools.index[part]]
             return
@@ -97,10 +116,13 @@ def slices(case: Case) -> Iterator[slice]:
 
 def run(call: Operator, case: Case, pools: Pools, x: dict[str, Tensor], **changed: Any) -> Tensor:
     """One call of an implementation on pools; `changed` replaces arguments. TypeError when what comes back is no output."""
-    arguments = {**case.weights, **case.settings, **x, "state": pools.state, "window": pools.window, "slots": pools.slots, **changed}
+    arguments = {**case.given, **case.settings, **x, "state": pools.state, "window": pools.window, "slots": pools.slots, **changed}
     q, k = arguments.pop("q"), arguments.pop("k")
-    out = call(q, k, **arguments)
-    _check_output(out, x["q"].dtype, (case.problem.batch, case.problem.heads * case.kda.value_dim))
+    try:
+        out = call(q, k, **arguments)
+    except (Exception, SystemExit) as error:
+        raise CandidateError(error) from error
+    _check_output(out, x["q"].dtype, (x["q"].shape[0], case.problem.heads * case.kda.value_dim))
     return out
 
 
@@ -115,14 +137,14 @@ def _call(case: Case, call: Operator, pools: Pools, number: int) -> Call:
     before = inputs.projection.rows.clone()
     state_before, window_before = pools.state[pools.index], pools.window[pools.index]
     out = run(call, case, pools, inputs.tensors)
-    intact = same_bits(before, inputs.projection.rows) and inputs.projection.intact()
+    intact = same_bits(before, inputs.projection.rows) and inputs.projection.intact() and case.weights_intact()
     return Call(number, inputs, state_before, window_before, out.unflatten(1, (case.problem.heads, -1)), intact)
 
 
 def _check_output(out: object, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != dtype:
         got = f"{list(out.shape)} {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
-        raise TypeError(f"output: expected {list(shape)} {dtype}, got {got}")
+        raise CandidateError(TypeError(f"output: expected {list(shape)} {dtype}, got {got}"))
 
 
 def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) -> Step:

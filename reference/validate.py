@@ -55,6 +55,16 @@ def _last_contiguous(name: str, x: Tensor) -> None:
         _fail(name, "the last dimension contiguous", f"stride {x.stride()}", f"pass {name}.contiguous() or a view of rows")
 
 
+def _overlaps(x: Tensor) -> bool:
+    """Whether two elements may lie at one address: a stride shorter than what lies inside it."""
+    reach = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
+        if stride < reach:
+            return True
+        reach = stride * size
+    return False
+
+
 def _head_dim(name: str, x: object, heads: int) -> int:
     if not isinstance(x, Tensor) or x.ndim != 2:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -124,13 +134,16 @@ def _kda_cell(
     if state.numel() and (state.stride()[1:] != row or (sizes.slots > 1 and state.stride(0) < heads * value_dim * key_dim)):
         _fail("state", f"rows with strides {row}, slots at least a row apart", f"strides {state.stride()}", "only the slot stride may vary")
     _tensor("window", window, (sizes.slots, 3, sizes.channels), (q.dtype,), device)
-    if window.numel() and any(size > 1 and stride == 0 for size, stride in zip(window.shape, window.stride(), strict=True)):
-        _fail("window", "distinct elements", f"strides {window.stride()}", "an expanded tensor can't be updated in place")
+    if _overlaps(window):
+        _fail("window", "distinct elements", f"strides {window.stride()}", "an expanded or overlapping tensor can't be updated in place")
+    for name, pool in (("state", state), ("window", window)):
+        if pool.requires_grad:
+            _fail(name, "a tensor that needs no gradient", "requires_grad=True", f"pass {name}.detach()")
     _tensor("slots", slots, (sizes.sequences,), (torch.int32,), device)
     if not slots.is_contiguous():
         _fail("slots", "a contiguous tensor", f"stride {slots.stride()}", "pass slots.contiguous()")
 
-    if lower_bound is not None and not (isinstance(lower_bound, int | float) and -math.inf < lower_bound < 0):
+    if lower_bound is not None and not (isinstance(lower_bound, int | float) and -1e30 < lower_bound < 0):
         _fail("lower_bound", "a negative finite number, or None for the softplus gate", lower_bound, "GLM-5.3-Flash has -5.0")
     if not (isinstance(norm_eps, float) and 0 < norm_eps < math.inf):
         _fail("norm_eps", "a positive finite float", norm_eps, "GLM-5.3-Flash has 1e-5")

@@ -64,12 +64,12 @@ def refused(run: Run) -> str:
         (["--dtype", "fp8"], "dtype: expected one of bf16, fp16, fp32, got 'fp8'"),
         (["--state-dtype", "fp16"], "state-dtype: expected one of fp32, bf16, got 'fp16'"),
         (["--regime", "wild"], "regime: expected one of random, slow, sharp, spiky, adversarial, got 'wild'"),
-        (["--heads", "0"], "heads: expected at least 1, got 0"),
-        (["--heads", "2,-1"], "heads: expected at least 1, got -1"),
+        (["--heads", "0"], "heads: expected 1 to 4096, got 0"),
+        (["--heads", "2,-1"], "heads: expected 1 to 4096, got -1"),
         (["--heads", "two"], "heads: expected a whole number, got 'two'"),
         (["--heads", ","], "heads: expected at least one value"),
-        (["--batch", "-1"], "batch: expected at least 0, got -1"),
-        (["--steps", "-1"], "steps: expected at least 0, got -1"),
+        (["--batch", "-1"], "batch: expected 0 to 1048576, got -1"),
+        (["--steps", "-1"], "steps: expected 0 to 1048576, got -1"),
         (["--device", "tpu"], "device: expected cpu, cuda or cuda:N, got 'tpu'"),
         (["--device", "cpu:0"], "device: expected cpu, cuda or cuda:N, got 'cpu:0'"),
         (["--config", "nosuch.toml"], "config: can't read nosuch.toml"),
@@ -84,7 +84,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(command: Command, tmp_path
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 @pytest.mark.parametrize("arguments", [["sweep"], ["doctor"]])
 def test_a_device_that_is_not_here_is_refused(command: Command, arguments: list[str]) -> None:
-    assert "device: cuda is not here (0 CUDA devices); use --device cpu" in refused(command(*arguments, "--device", "cuda"))
+    assert "device: cuda is not here (0 CUDA devices); use cpu" in refused(command(*arguments, "--device", "cuda"))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_device_that_is_not_here_is_refused(command: Command, arguments: list[
         (["nosuch"], "operator: expected one of kda.decode, got 'nosuch'"),
         (["--model", "nosuch"], "model: expected one of"),
         (["--dtype", "fp8"], "dtype: expected one of"),
-        (["--heads", "0"], "heads: expected at least 1"),
+        (["--heads", "0"], "heads: expected 1 to 4096"),
         (["--arch", "cpu", "--without", "triton,fla,torch"], "nothing runs kda.decode on cpu: torch: switched off"),
         (["--without", "nosuch"], "nosuch"),
     ],

@@ -38,6 +38,8 @@ def decode(
     if q.device.type == "cpu":
         validate.values(slots, sizes.slots)
 
+    if sizes.sequences == 0:
+        return torch.empty_like(v)
     n, heads, width = sizes.sequences, sizes.heads, sizes.heads * sizes.key_dim
     live = (slots >= 0) & (slots < sizes.slots)
     reads = live if fresh is None else live & ~fresh
@@ -49,8 +51,8 @@ def decode(
     q_n, k_n = (_l2norm(x.reshape(n * heads, sizes.key_dim)) for x in (conv[:, :width], conv[:, width : 2 * width]))
     values = conv[:, 2 * width :].reshape(n * heads, sizes.value_dim)
 
-    rate = a_log.clamp(max=88.0).exp().repeat_interleave(sizes.key_dim)
-    x = f.float() + dt_bias
+    rate = a_log.float().clamp(max=88.0).exp().repeat_interleave(sizes.key_dim)
+    x = f.float() + dt_bias.float()
     g = -rate * F.softplus(x) if lower_bound is None else lower_bound * torch.sigmoid(rate * x)
     decay = g.exp().reshape(n * heads, 1, sizes.key_dim)
 

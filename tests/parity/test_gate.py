@@ -128,7 +128,7 @@ def test_what_a_candidate_raises_is_a_failure_with_its_first_line() -> None:
 def test_an_output_of_another_shape_dtype_or_type_fails(change: Any, got: str) -> None:
     row = judged(lambda q, k, **x: change(eager.decode(q, k, **x)))
     assert row["verdict"] == "FAIL"
-    assert row["reason"].startswith(f"raised TypeError: output: expected [2, 32] torch.bfloat16, got {got} (")
+    assert row["reason"].startswith(f"raised TypeError: output: expected [2, 32] torch.bfloat16, got {got}")
 
 
 @pytest.mark.parametrize("empty", [{"batch": 0}, {"steps": 0}])
