@@ -96,7 +96,8 @@ def _sources(module_name: str, root: Path | None = None, seen: set[str] | None =
         return set()
     seen.add(module_name)
     root = root or path.parents[module_name.count(".") + (path.name == "__init__.py")]
-    if not path.is_relative_to(root) and not path.is_relative_to(OURS):
+    installed = "site-packages" in path.parts and root.name != "site-packages"  # a virtual environment inside the project
+    if installed or not (path.is_relative_to(root) or path.is_relative_to(OURS)):
         return set()
     found = {path}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -109,7 +110,7 @@ def _sources(module_name: str, root: Path | None = None, seen: set[str] | None =
             names = [alias.name for alias in node.names]
         for name in names:
             found |= _sources(name, root, seen)
-    return {path for path in found if "site-packages" not in path.parts or root.name == "site-packages"}
+    return found
 
 
 def _file(module_name: str) -> Path | None:

@@ -138,3 +138,20 @@ def test_it_answers_without_importing_what_it_names() -> None:
     answers, imported = answer("")
     assert {answers[name][0] for name in ARCHS} == {"triton"}
     assert imported == []
+
+
+def test_the_identity_of_an_implementation_is_its_own_projects_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules it imports count, at any depth; what is installed does not, even in a virtual environment inside the project."""
+    installed = tmp_path / ".venv" / "lib" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / "library_of_others.py").write_text("import json\n")
+    (tmp_path / "helper_of_mine.py").write_text("import library_of_others\nrate = 1\n")
+    (tmp_path / "kernel_of_mine.py").write_text("import helper_of_mine\ndef decode(q, k, **x): return q\n")
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = registry.find("kda.decode", "kernel_of_mine:decode")
+    before = mine.source_hash()
+    (installed / "library_of_others.py").write_text("import os\n")
+    assert mine.source_hash() == before
+    (tmp_path / "helper_of_mine.py").write_text("import library_of_others\nrate = 2\n")
+    assert mine.source_hash() != before
