@@ -8,7 +8,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,11 @@ class Implementation:
         """The callable. ImportError when a package is missing; ValueError when the target does not exist."""
         return self.function or _resolve(self.target)
 
-    def source_hash(self) -> str:
-        """Identity of what runs: its sources, those of ours it imports, its contract, and its packages' versions."""
+    def source_hash(self, versions: Mapping[str, str | None] | None = None) -> str:
+        """Identity of what runs: its sources, those of its project it imports, its contract, and its packages' versions.
+
+        versions: of packages on another machine, instead of those installed here.
+        """
         digest = hashlib.sha256()
         sources = sorted(_sources(self.target.partition(":")[0]))
         for path in sources:
@@ -68,7 +71,8 @@ class Implementation:
             digest.update(self.function.__code__.co_code)
         digest.update(repr((self.target, self.contract)).encode())
         for package in self.packages:
-            digest.update(f"{package}={_version(package)}".encode())
+            known = versions[package] if versions and package in versions else _version(package)
+            digest.update(f"{package}={(known or 'None').partition('+')[0]}".encode())  # 2.11.0+cu130 is 2.11.0
         return digest.hexdigest()[:16]
 
 

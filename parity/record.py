@@ -47,6 +47,7 @@ def environment(device: str) -> dict[str, Any]:
         "arch": arch.of_device(device),
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "fla-core": _version("fla-core"),
         "python": platform.python_version(),
         "driver": _driver() if cuda else None,
         "commit": commit,

@@ -54,16 +54,18 @@ def paths(rows: list[Row]) -> list[str]:
 def stale(record: Record) -> list[str]:
     """Implementations whose sources are no longer those that the record was made with, one line each."""
     changed: dict[tuple[str, str], int] = {}
+    versions = tuple((name, record["environment"].get(name)) for name in ("torch", "triton", "fla-core") if name in record["environment"])
     for row in [*record["rows"], *(record.get("bench") or [])]:
-        if row.get("impl_hash") and row["impl_hash"] != _hash_now(row["op"], row["impl"]):
+        if row.get("impl_hash") and row["impl_hash"] != _hash_now(row["op"], row["impl"], versions):
             changed[row["op"], row["impl"]] = changed.get((row["op"], row["impl"]), 0) + 1
     return [f"{op} {one_line(impl)}: its sources have changed since ({count} rows)" for (op, impl), count in changed.items()]
 
 
 @lru_cache
-def _hash_now(op: str, impl: str) -> str | None:
+def _hash_now(op: str, impl: str, versions: tuple[tuple[str, str | None], ...]) -> str | None:
+    """Of the sources here, with the packages of the record's machine."""
     try:
-        return registry.find(op, impl).source_hash()
+        return registry.find(op, impl).source_hash(dict(versions))
     except ValueError:
         return None
 

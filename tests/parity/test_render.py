@@ -7,6 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from optimized import registry
 from parity import record as records
 from parity import render
 from parity.render import text
@@ -55,6 +56,15 @@ def test_first_line_is_the_verdict_with_its_counts() -> None:
     first, *_ = text.render(of(row(), row(heads=3), row("SKIPPED", "no fla", impl="fla"))).splitlines()
     assert first == "PASS  kda.decode: 2 PASS, 1 SKIPPED on cpu (Triton's interpreter ran the kernels: verdicts, no timing)"
     assert text.render(of(row(), failed())).startswith("FAIL  kda.decode: 1 FAIL, 1 PASS on cpu")
+
+
+def test_rows_of_other_sources_are_marked_and_those_of_another_machine_are_not() -> None:
+    elsewhere = {"torch": "2.11.0+cu130", "triton": "3.6.0", "fla-core": None}
+    made = of(row(impl="torch", impl_hash=registry.find("kda.decode", "torch").source_hash(elsewhere)))
+    made["environment"] |= elsewhere
+    assert "STALE" not in text.render(made)
+    made["rows"][0]["impl_hash"] = "0123456789abcdef"
+    assert "STALE kda.decode torch: its sources have changed since (1 rows)" in text.render(made)
 
 
 @pytest.mark.parametrize("impl", ["triton", "my kernels; rm -rf:decode"])
