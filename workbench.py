@@ -82,9 +82,9 @@ def sweep(
     if out is not None:
         record.check_writable(out)
     work = sweep.tasks(options)
-    if before is not None:
-        typer.echo(f"keeping {sweep.kept(work, before)} of {len(work)} rows from {resume}", err=True)
     made = record.new(options.device, _command_line())
+    if before is not None:
+        typer.echo(f"keeping {sweep.kept(work, before, made['environment'])} of {len(work)} rows from {resume}", err=True)
     with _progress() as progress:
         bar = progress.add_task("", total=len(work))
         sweep.run(

@@ -77,7 +77,7 @@ def _value(name: str, value: Any) -> Any:
     """An option's value from a comma-separated text, a list or a scalar."""
     if name not in LISTS:
         return _integer(name, value) if name in ("steps", "seed") else str(value)
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    parts = value.split(",") if isinstance(value, str) and name != "op" else value if isinstance(value, list | tuple) else [value]
     parts = [part for part in (p.strip() if isinstance(p, str) else p for p in parts) if part != ""]
     if not parts:
         raise ValueError(f"{name.replace('_', '-')}: expected at least one value")
@@ -136,7 +136,7 @@ def run(
     finished: Callable[[Row], None] = lambda row: None,
 ) -> Record:
     """Make the rows of `work` in `made`, saved after each. Rows of `resume` with the same inputs, contract and sources are kept."""
-    old = _finished(resume)
+    old = _finished(resume, made["environment"])
     for task in work:
         started(task)
         row = old.get(_identity(gate.blank(task.problem, task.impl, task.reference)))
@@ -151,20 +151,17 @@ def run(
     return made
 
 
-def kept(work: Sequence[Task], resume: Record) -> int:
+def kept(work: Sequence[Task], resume: Record, environment: dict[str, Any]) -> int:
     """How many rows of `work` `resume` already has."""
-    old = _finished(resume)
+    old = _finished(resume, environment)
     return sum(_identity(gate.blank(task.problem, task.impl, task.reference)) in old for task in work)
 
 
-def _finished(resume: Record | None) -> dict[tuple[str, ...], Row]:
-    """The rows of a record of this device and these versions, by identity."""
-    if resume is None:
+def _finished(resume: Record | None, environment: dict[str, Any]) -> dict[tuple[str, ...], Row]:
+    """The rows of a record made on this device with these versions, by identity."""
+    if resume is None or any(resume["environment"].get(key) != environment[key] for key in ("device", "arch", "torch", "triton")):
         return {}
-    here = record.environment(next((row["case"].partition("device=")[2].partition(",")[0] for row in resume["rows"]), "") or "cpu")
-    same = all(resume["environment"].get(key) == here[key] for key in ("device", "arch", "torch", "triton"))
-    rows = resume["rows"] if same else []
-    return {_identity(row): row for row in rows if row["verdict"] != Verdict.SKIPPED}
+    return {_identity(row): row for row in resume["rows"] if row["verdict"] != Verdict.SKIPPED}
 
 
 def _identity(row: Row) -> tuple[str, ...]:

@@ -105,9 +105,10 @@ def test_a_damaged_record_is_one_line(damage: dict[str, Any], tmp_path: Path, ca
 def test_rows_of_other_versions_are_made_again() -> None:
     work = sweep.tasks(sweep.layered("cpu", None, {"op": ["kda.decode:model=tiny,steps=1"], "impl": "torch"}))
     made = sweep.run(work, record.new("cpu", []))
-    assert sweep.kept(work, made) == 1
+    here = record.environment("cpu")
+    assert sweep.kept(work, made, here) == 1
     made["environment"]["torch"] = "1.0"
-    assert sweep.kept(work, made) == 0
+    assert sweep.kept(work, made, here) == 0
 
 
 @pytest.mark.parametrize("decode", [kda.decode, eager.decode])
