@@ -66,7 +66,7 @@ def _run(problem: Problem, impl: Implementation, reference: Implementation | Non
         torch.cuda.reset_peak_memory_stats(problem.device)
     case, call = Case(problem), impl.load()
     proof = _prove(case, impl, reference)
-    held = invariants.check(case, call, impl.capturable)
+    held = invariants.check(case, call, capturable=impl.capturable, library=proof.library)
 
     pools = case.pools()
     oracle = Oracle(case, impl.contract)

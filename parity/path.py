@@ -19,6 +19,8 @@ from optimized import interpreter
 from optimized.registry import Implementation
 from parity import oracle
 
+ATEN = "aten::"
+
 
 @dataclass
 class Proof:
@@ -27,6 +29,7 @@ class Proof:
     kernels: Counter[str] = field(default_factory=Counter)
     proved: bool = False
     reason: str = ""
+    library: bool = False  # torch operators did the work: declared so, or nothing else was seen
     hooked: frozenset[str] = frozenset()  # declared kernels that the launch hook sees, at every step
 
     def row(self, oracle_dtype: str) -> dict[str, Any]:
@@ -45,7 +48,8 @@ def observe(impl: Implementation, call: Callable[[], torch.Tensor], inputs: list
         kernels.update(profiled(call))
     declared, seen = set(impl.kernels), kernels + aten
     shown = {name: count for name, count in seen.items() if name in declared} or kernels or aten
-    proof = Proof(Counter(shown), hooked=hooked)
+    library = any(name.startswith(ATEN) for name in declared) or not kernels
+    proof = Proof(Counter(shown), library=library, hooked=hooked)
     missing = sorted(declared - set(seen))
     if entered:
         proof.reason = f"same path: the candidate ran the reference ({', '.join(sorted(entered))})"

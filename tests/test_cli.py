@@ -208,8 +208,9 @@ def test_an_interrupted_sweep_keeps_its_rows_and_exits_130(tmp_path: Path) -> No
     heads = ",".join(str(count) for count in range(1, 97))
     arguments = ["sweep", *QUICK, "--steps", "40", "--impl", "torch", "--heads", heads, "--out", str(path)]
     child = subprocess.Popen(
-        [sys.executable, "workbench.py", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "workbench.py", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a parent in the background may have it ignored
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while not path.exists() and child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
