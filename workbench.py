@@ -229,7 +229,8 @@ def _interpret(device: str) -> None:
 
 
 def _command_line() -> list[str]:
-    return ["workbench", *sys.argv[1:]]
+    """What was asked, without the folders of this machine."""
+    return ["workbench", *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])]
 
 
 def _progress() -> Progress:
