@@ -144,7 +144,8 @@ def test_the_identity_of_an_implementation_is_its_own_projects_sources(tmp_path:
     """Modules it imports count, at any depth; what is installed does not, even in a virtual environment inside the project."""
     installed = tmp_path / ".venv" / "lib" / "site-packages"
     installed.mkdir(parents=True)
-    (installed / "library_of_others.py").write_text("import json\n")
+    (installed / "library_of_others.py").write_text("def later():\n    import of_another_python\n")
+    (installed / "of_another_python.py").write_text("print 'read by nobody'\n")
     (tmp_path / "helper_of_mine.py").write_text("import library_of_others\nrate = 1\n")
     (tmp_path / "kernel_of_mine.py").write_text("import helper_of_mine\ndef decode(q, k, **x): return q\n")
     monkeypatch.syspath_prepend(installed)
