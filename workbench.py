@@ -57,7 +57,7 @@ def sweep(
     steps: Annotated[int | None, typer.Option(help="Steps from the shared state.")] = None,
     impl: Annotated[str | None, _many("Implementations, or package.module:function of your own.")] = None,
     reference: Annotated[str | None, typer.Option(help="Drift against this implementation instead of the FP32 reference.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Instead of the one derived from the case.")] = None,
+    seed: Annotated[str | None, typer.Option(help="Instead of the one derived from the case. Comma separated.")] = None,
     device: Device = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of these options; the command line wins.")] = None,
     out: Out = None,

@@ -45,6 +45,18 @@ class StepInputs:
     tensors: dict[str, Tensor]
 
 
+@dataclass
+class Call:
+    """One call of the candidate: what it started from and what it made of it."""
+
+    number: int
+    inputs: StepInputs
+    state_before: Tensor  # [N, H, V, K], the candidate's own
+    window_before: Tensor  # [N, 3, channels]
+    out: Tensor  # [N, H, V]
+    inputs_intact: bool
+
+
 class Case:
     """One problem's data on its device."""
 

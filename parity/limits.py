@@ -16,7 +16,7 @@ class Limit:
 
 # Where nothing rounds inside, faults score 30 and more on either.
 FP32_BOUNDARY = Limit(8.0, 24.0, "healthy FP32 boundaries score 1 to 4, their worst head 10")
-ROUNDED_BOUNDARY = Limit(2.0, 6.0, "healthy 16-bit boundaries score under 0.05 beyond half an ulp")
+ROUNDED_BOUNDARY = Limit(2.0, 6.0, "healthy 16-bit boundaries score under 0.2 beyond half an ulp, at most 1 where a near tie flipped")
 
 # A reference that happens to be exact leaves no floor to divide by: a quarter of FP32's unit roundoff, below one rounding.
 LEAST_FLOOR = 2.0**-26
@@ -24,8 +24,9 @@ LEAST_FLOOR = 2.0**-26
 SMALLEST_NORMAL = 2.0**-126
 # The contract's own reference may be wrong by this much before a verdict says nothing.
 CONDITIONING = 0.10
-# A value this many FP32 units from a tie may round either way in a healthy kernel: sums in another order, approximate exp.
-FLIP_ULPS = 32.0
+# A value whose tie is this many times its noise away may round either way in a healthy kernel: sums in another order,
+# approximate exp. The noise is the FP32 reference's own, and an FP32 rounding of the value.
+FLIP_NOISE = 8.0
 # Another count of live sequences may be another launch configuration, whose sums flip a rounding here and there; a row that
 # belongs to somebody else is wrong by its own size.
 OTHER_CONFIGURATION = 2.0**-7

@@ -44,12 +44,14 @@ def _ordered(x: Tensor) -> Tensor:
 class Moments:
     """Sums of squares of one boundary tensor at one step, each [N, H] in FP64.
 
-    error: candidate against contract gold beyond its rounding. floor: what healthy noise makes of it. gold: of it.
+    error: candidate against contract gold beyond its rounding. floor: what healthy noise makes of it. ties: what flips of
+    near ties would. gold: of it.
     difference, dot, candidate, exact: of the candidate and the exact gold, for cosine and relative L2.
     """
 
     error: Tensor
     floor: Tensor
+    ties: Tensor
     gold: Tensor
     difference: Tensor
     dot: Tensor
@@ -66,8 +68,8 @@ def joined(parts: list[Moments]) -> Moments:
     return Moments(**{name: torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
 
-def moments(candidate: Tensor, gold: Tensor, exact: Tensor, floors: list[Tensor], stored: torch.dtype) -> Moments:
-    """Moments of a boundary tensor [N, H, ...]: candidate as stored, the golds in FP64, `floors` what healthy noise makes of it."""
+def moments(candidate: Tensor, gold: Tensor, exact: Tensor, floor: Tensor, stored: torch.dtype) -> Moments:
+    """Moments of a boundary tensor [N, H, ...]: candidate as stored, the golds in FP64, `floor` the gold with healthy noise."""
     candidate = candidate.double()
 
     def squares(x: Tensor) -> Tensor:
@@ -76,10 +78,10 @@ def moments(candidate: Tensor, gold: Tensor, exact: Tensor, floors: list[Tensor]
     finite = candidate.isfinite()
     non_finite = (~finite & gold.isfinite()).flatten(2).sum(-1)
     safe = torch.where(finite, candidate, 0)
-    healthy = torch.stack([squares(floor.double() - gold) for floor in floors])
     return Moments(
         error=squares(beyond_rounding(safe, gold, stored)),
-        floor=healthy.amax(0),
+        floor=squares(floor.double() - gold),
+        ties=torch.zeros_like(non_finite, dtype=torch.float64),
         gold=squares(gold),
         difference=squares(safe - exact),
         dot=(safe * exact).flatten(2).sum(-1),
@@ -106,19 +108,31 @@ class Ratio:
 
 
 def noise_ratio(m: Moments) -> Ratio:
-    """|error| / |floor|. A head's floor is at least the median head's relative floor times its own norm."""
+    """|error| / |floor| of the tensor and of its worst head."""
     if m.error.numel() == 0:
         return Ratio(0.0, 0.0, (0, 0))
-    error, floor, gold = m.error.sqrt(), m.floor.sqrt(), m.gold.sqrt()
-    error = error.masked_fill(m.non_finite > 0, torch.inf)
-    least = torch.where(gold > 0, floor / gold, torch.inf)
-    median = least[least.isfinite()].median() if least.isfinite().any() else torch.tensor(0.0)
-    head_floor = torch.maximum(floor, gold * median.clamp(min=limits.LEAST_FLOOR).item())
-    heads = _divide(error, head_floor)
+    heads = head_ratios(m)
     flat = int(heads.argmax())
-    tensor_floor = torch.maximum(m.floor.sum().sqrt(), m.gold.sum().sqrt() * limits.LEAST_FLOOR)
-    tensor = _divide(error.square().sum().sqrt(), tensor_floor)
+    tensor_floor = torch.maximum(m.floor.sum().sqrt(), m.gold.sum().sqrt() * limits.LEAST_FLOOR) + m.ties.sum().sqrt()
+    tensor = _divide(_errors(m).square().sum().sqrt(), tensor_floor)
     return Ratio(float(tensor), float(heads.flatten()[flat]), (flat // heads.shape[1], flat % heads.shape[1]))
+
+
+def head_ratios(m: Moments) -> Tensor:
+    """|error| / |floor| of each head, [N, H]; infinite where the candidate is not finite."""
+    return _divide(_errors(m), head_floors(m))
+
+
+def _errors(m: Moments) -> Tensor:
+    return m.error.sqrt().masked_fill(m.non_finite > 0, torch.inf)
+
+
+def head_floors(m: Moments) -> Tensor:
+    """A head's floor, at least the median head's relative floor times its own norm, and its own near ties, [N, H]."""
+    floor, gold = m.floor.sqrt(), m.gold.sqrt()
+    relative = torch.where(gold > 0, floor / gold, torch.inf)
+    median = relative[relative.isfinite()].median() if relative.isfinite().any() else torch.tensor(0.0)
+    return torch.maximum(floor, gold * median.clamp(min=limits.LEAST_FLOOR).item()) + m.ties.sqrt()
 
 
 def _divide(error: Tensor, floor: Tensor) -> Tensor:

@@ -30,13 +30,13 @@ class Options:
     steps: int = 16
     impl: tuple[str, ...] = ()
     reference: str = gate.REFERENCE
-    seed: int = -1
+    seed: tuple[int, ...] = (-1,)
     device: str = "cpu"
 
 
 ON_GPU = replace(Options(), heads=(16, 64), batch=(1, 16), steps=64)
-LISTS = {field.name for field in fields(Options) if field.name not in ("steps", "reference", "seed", "device")}
-NUMBERS = {"heads", "batch"}
+LISTS = {field.name for field in fields(Options) if field.name not in ("steps", "reference", "device")}
+NUMBERS = {"heads", "batch", "seed"}
 
 
 def layered(device: str, config: Path | None, given: dict[str, Any]) -> Options:
@@ -76,7 +76,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 def _value(name: str, value: Any) -> Any:
     """An option's value from a comma-separated text, a list or a scalar."""
     if name not in LISTS:
-        return _integer(name, value) if name in ("steps", "seed") else str(value)
+        return _integer(name, value) if name == "steps" else str(value)
     parts = value.split(",") if isinstance(value, str) and name != "op" else value if isinstance(value, list | tuple) else [value]
     parts = [part for part in (p.strip() if isinstance(p, str) else p for p in parts) if part != ""]
     if not parts:
@@ -119,10 +119,10 @@ def problems(options: Options) -> list[Problem]:
 
 
 def _product(op: str, options: Options) -> Iterator[Problem]:
-    for model, heads, batch, dtype, state_dtype, regime in itertools.product(
-        options.model, options.heads, options.batch, options.dtype, options.state_dtype, options.regime
+    for model, heads, batch, dtype, state_dtype, regime, seed in itertools.product(
+        options.model, options.heads, options.batch, options.dtype, options.state_dtype, options.regime, options.seed
     ):
-        yield Problem(op, model, heads, batch, dtype, state_dtype, regime, options.steps, options.device, options.seed)
+        yield Problem(op, model, heads, batch, dtype, state_dtype, regime, options.steps, options.device, seed)
 
 
 def run(

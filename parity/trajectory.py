@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from optimized.registry import Implementation
-from parity import metrics
+from parity import metrics, ties
 from parity.buffers import same_bits
-from parity.case import Case, Pools, StepInputs
+from parity.case import Call, Case, Pools
 from parity.metrics import Moments
 from parity.oracle import Operator, Oracle
 
@@ -48,18 +48,6 @@ class Drift:
     state_rel_l2: float
     injected: float
     propagated: float
-
-
-@dataclass
-class Call:
-    """One call of the candidate: what it started from and what it made of it."""
-
-    number: int
-    inputs: StepInputs
-    state_before: Tensor  # [N, H, V, K], the candidate's own
-    window_before: Tensor  # [N, 3, channels]
-    out: Tensor  # [N, H, V]
-    inputs_intact: bool
 
 
 @dataclass
@@ -158,16 +146,18 @@ def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) 
         out, state, window = call.out[part], pools.state[pools.index[part]], pools.window[pools.index[part]]
         gold = oracle.gold(*start)
         exact = oracle.exact(*start) if oracle.roundings else gold
-        floors = oracle.floors(*start)
-        outputs.append(metrics.moments(out, gold.out, exact.out, [floor.out for floor in floors], out.dtype))
-        states.append(metrics.moments(state, gold.state, exact.state, [floor.state for floor in floors], state.dtype))
+        floor = oracle.floor(*start, gold)
+        outputs.append(metrics.moments(out, gold.out, exact.out, floor.out, out.dtype))
+        states.append(metrics.moments(state, gold.state, exact.state, floor.state, state.dtype))
         expected = torch.cat([start[2][:, 1:], torch.cat([x["q"], x["k"], x["v"]], dim=1)[:, None]], dim=1)
         windows.append((window == expected).flatten(1).all(1))
         distance = metrics.ulp_distance(out, exact.out.to(out.dtype)).clamp(max=ULP_BINS - 1)
         ulps += torch.bincount(distance.flatten().cpu(), minlength=ULP_BINS)
         sums += _drift_sums(out, free_out, state, free_state, exact.state)
     drift = _drift(call.number, sums)
-    return Step(call, metrics.joined(outputs), metrics.joined(states), torch.cat(windows), ulps, drift)
+    step = Step(call, metrics.joined(outputs), metrics.joined(states), torch.cat(windows), ulps, drift)
+    ties.allow(oracle, call, pools.state.dtype, step.output, step.state)
+    return step
 
 
 def _drift_sums(out: Tensor, free_out: Tensor, state: Tensor, free_state: Tensor, one_step: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A reference passes each intermediate through a callable, `x = at("beta", x)`. Wh
 straight-line math the exact gold, the emulation of a kernel's roundings, a recording, or a hypothesis about a fault.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -65,33 +65,36 @@ def rounding(dtypes: Mapping[str, torch.dtype]) -> At:
     return at
 
 
-def flipped(dtypes: Mapping[str, torch.dtype], ulps: float) -> At:
-    """`rounding`, with every value that lies within `ulps` FP32 units of a tie rounded to the other side.
-
-    Noise that is healthy in FP32 decides such values. A unit is taken at the value or at the row's root mean square,
-    whichever is larger, since a sum that cancels keeps the noise of its terms.
-    """
-    spread = ulps * torch.finfo(torch.float32).eps
+def flipped(dtypes: Mapping[str, torch.dtype], flips: Mapping[str, Tensor]) -> At:
+    """`rounding`, with the values marked in `flips` (bool, one for each value of their point) rounded to the other side."""
     rounded = rounding(dtypes)
 
     def at(name: str, x: Tensor) -> Tensor:
-        if name not in dtypes:
-            return x
         near = rounded(name, x)
-        away = torch.where(x.abs() > near.abs(), 1, -1).to(torch.int16)
-        other = (near.to(dtypes[name]).view(torch.int16) + away).view(dtypes[name]).to(x.dtype)
-        noise = spread * torch.maximum(x.abs(), x.square().mean(-1, keepdim=True).sqrt())
-        return torch.where(((near + other) / 2 - x).abs() <= noise, other, near)
+        return torch.where(flips[name].view_as(x), _other_side(x, near, dtypes[name]), near) if name in flips else near
 
     return at
 
 
-def tapped(values: dict[str, Tensor], inner: At = exact) -> At:
-    """Record a copy of every value in `values`, by point."""
+def tie_distance(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far each value is from where its rounding to `dtype` changes sides."""
+    near = x.to(dtype).to(x.dtype)
+    return ((near + _other_side(x, near, dtype)) / 2 - x).abs()
+
+
+def _other_side(x: Tensor, near: Tensor, dtype: torch.dtype) -> Tensor:
+    """The neighbour of `near`, the rounded x, that lies beyond x."""
+    away = torch.where(x.abs() >= near.abs(), 1, -1).to(torch.int16)
+    return (near.to(dtype).view(torch.int16) + away).view(dtype).to(x.dtype)
+
+
+def tapped(values: dict[str, Tensor], inner: At = exact, points: Collection[str] = KDA_CELL) -> At:
+    """Record a copy of every value in `values`, at these points."""
 
     def at(name: str, x: Tensor) -> Tensor:
         x = inner(name, x)
-        values[name] = x.clone()
+        if name in points:
+            values[name] = x.clone()
         return x
 
     return at

@@ -90,13 +90,13 @@ def away(decode: Decode, given: Cell, contract: Contract | None = None) -> float
     problem = SimpleNamespace(activation=given["q"].dtype, heads=heads)
     oracle = Oracle(SimpleNamespace(problem=problem, weights={name: given[name] for name in WEIGHTS}, settings=settings), contract)  # type: ignore[arg-type]
     x = {name: given[name][live] for name in ACTIVATIONS}
-    gold, exact, floors = (ask(x, state, window) for ask in (oracle.gold, oracle.exact, oracle.floors))
+    gold, exact = oracle.gold(x, state, window), oracle.exact(x, state, window)
+    floor = oracle.floor(x, state, window, gold)
     if not torch.equal(given["window"][rows].double(), gold.window):
         return torch.inf
     worst = 0.0
     for name, candidate in (("out", out), ("state", given["state"][rows])):
-        healthy = [getattr(floor, name) for floor in floors]
-        m = metrics.moments(candidate, getattr(gold, name), getattr(exact, name), healthy, candidate.dtype)
+        m = metrics.moments(candidate, *(getattr(side, name) for side in (gold, exact, floor)), candidate.dtype)
         worst = max(worst, metrics.noise_ratio(m).over(limits.boundary(candidate.dtype)))
     return worst
 

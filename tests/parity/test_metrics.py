@@ -20,7 +20,7 @@ def gap(value: float, dtype: torch.dtype) -> float:
 
 def one_head(candidate: Tensor, gold: Tensor, floor: Tensor, stored: torch.dtype = torch.float32) -> metrics.Moments:
     """Moments of tensors [N, H, D]; `floor` is a healthy reference, the gold is exact."""
-    return metrics.moments(candidate, gold, gold, [floor], stored)
+    return metrics.moments(candidate, gold, gold, floor, stored)
 
 
 def moments_of(heads: int = 2, **changed: Tensor) -> metrics.Moments:
@@ -171,7 +171,10 @@ def test_conditioning_is_the_relative_error_of_the_reference() -> None:
     assert metrics.conditioning(one_head(gold, gold, gold * 1.25)) == 0.25
 
 
-def test_the_floor_is_the_larger_of_what_is_healthy() -> None:
-    gold = torch.ones(1, 1, 4, dtype=torch.float64)
-    m = metrics.moments(gold + 2.0**-10, gold, gold, [gold + 2.0**-20, gold + 2.0**-11], torch.float32)
-    assert metrics.noise_ratio(m).tensor == 2
+def test_near_ties_add_to_the_floor_of_their_head() -> None:
+    gold = torch.ones(1, 2, 4, dtype=torch.float64)
+    m = metrics.moments(gold + 2.0**-10, gold, gold, gold + 2.0**-12, torch.float32)
+    assert metrics.head_ratios(m).tolist() == [[4, 4]]
+    m.ties[0, 1] = 3 * 4 * 2.0**-24  # 4 values: the floor of a head is 2 * 2^-12
+    ratios = metrics.head_ratios(m)[0]
+    assert ratios[0] == 4 and ratios[1] == pytest.approx(4 / (1 + 3**0.5))

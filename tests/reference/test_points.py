@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from reference.points import ACTIVATION, KDA_CELL, Contract, exact, flipped, grafted, rounding, tapped
+from reference.points import ACTIVATION, KDA_CELL, Contract, exact, flipped, grafted, rounding, tapped, tie_distance
 
 BF16 = torch.bfloat16
 STEP = 2.0**-7  # of BF16 at 1
@@ -47,25 +47,32 @@ def test_grafted_replaces_its_points_and_leaves_the_rest_to_the_inner_mechanism(
     assert at("decay", x) is x
 
 
+def test_tapped_records_at_its_points_only() -> None:
+    values: dict[str, torch.Tensor] = {}
+    at = tapped(values, points=("beta",))
+    at("beta", column(1.0)), at("decay", column(2.0))
+    assert list(values) == ["beta"]
+
+
 @pytest.mark.parametrize("sign", [1, -1])
-def test_flipped_sends_near_ties_to_the_other_neighbour_and_moves_nothing_else(sign: int) -> None:
-    tie = 1 + STEP / 2
-    x = column(tie - FP32_STEP, tie, tie + FP32_STEP, tie - 9 * FP32_STEP, tie + 9 * FP32_STEP, 1.0, 1 + STEP / 4) * sign
-    assert (rounding({"q": BF16})("q", x) * sign).flatten().tolist() == [1, 1, 1 + STEP, 1, 1 + STEP, 1, 1]
-    assert (flipped({"q": BF16}, 8.0)("q", x) * sign).flatten().tolist() == [1 + STEP, 1 + STEP, 1, 1, 1 + STEP, 1, 1]
-    assert flipped({"q": BF16}, 8.0)("k", x) is x
+def test_flipped_sends_marked_values_to_the_other_neighbour_and_moves_nothing_else(sign: int) -> None:
+    x = column(1 + STEP / 4, 1 + 3 * STEP / 4, 1.0, 1 + STEP / 4) * sign
+    at = flipped({"q": BF16, "k": BF16}, {"q": torch.tensor([True, True, True, False])})
+    assert (at("q", x) * sign).flatten().tolist() == [1 + STEP, 1, 1 + STEP, 1]
+    assert (at("k", x) * sign).flatten().tolist() == [1, 1 + STEP, 1, 1]
+    assert at("v", x) is x
 
 
-def test_flipped_takes_the_noise_of_a_small_value_from_its_row() -> None:
+def test_a_tie_is_as_far_as_the_point_where_rounding_changes_sides() -> None:
     tie = 1 + STEP / 2
-    alone, beside = column(tie + 9 * FP32_STEP), torch.tensor([[tie + 9 * FP32_STEP, 8.0]], dtype=torch.float64)
-    assert flipped({"q": BF16}, 8.0)("q", alone).item() == 1 + STEP
-    assert flipped({"q": BF16}, 8.0)("q", beside).tolist() == [[1.0, 8.0]]
+    x = column(tie, tie + FP32_STEP, tie - 9 * FP32_STEP, -1 - STEP / 4, 1 + STEP)
+    assert tie_distance(x, BF16).flatten().tolist() == [0, FP32_STEP, 9 * FP32_STEP, STEP / 4, STEP / 2]
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-45])
-def test_flipped_leaves_zero_and_less_than_the_smallest_finite(value: float) -> None:
-    assert flipped({"q": BF16}, 8.0)("q", column(value, value)).isfinite().all()
+def test_the_other_side_of_zero_and_of_less_than_the_smallest_is_finite(value: float) -> None:
+    x = column(value, value)
+    assert flipped({"q": BF16}, {"q": torch.ones(2, dtype=torch.bool)})("q", x).isfinite().all() and tie_distance(x, BF16).isfinite().all()
 
 
 @pytest.mark.parametrize("point", ["state", "out", "betta"])
