@@ -47,6 +47,7 @@ TILES = (
     TileRule((CPU,), torch.float32, None, Tile(128, 4, 1), "fewest interpreted operations"),
     TileRule((CPU,), torch.bfloat16, None, Tile(128, 4, 1), "fewest interpreted operations"),
     TileRule(PDL, torch.float32, 132, Tile(128, 4, 1, 32, True), FEW),
+    TileRule(PDL, torch.float32, 1024, Tile(8, 1, 4, 64, True), MANY),
     TileRule(PDL, torch.float32, 2048, Tile(8, 1, 6, 64, True), MANY),
     TileRule(PDL, torch.float32, None, Tile(8, 1, 6, 128, True), MANY),
     TileRule(PDL, torch.bfloat16, 132, Tile(128, 4, 1, 32, True), FEW),

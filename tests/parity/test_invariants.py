@@ -217,10 +217,11 @@ def test_every_sequence_and_every_argument_is_looked_at(candidate: Callable[...,
 
 
 @pytest.mark.gpu
-def test_a_candidate_that_remembers_its_first_slots_breaks_a_replay() -> None:
+def test_a_candidate_that_captures_its_warm_up_slots_breaks_a_replay() -> None:
     def remembers(q: Tensor, k: Tensor, *, slots: Tensor, **x: Any) -> Tensor:
-        kept[:] = kept or [slots.clone()]
-        return kernel(q, k, slots=kept[0] if torch.cuda.is_current_stream_capturing() else slots, **x)
+        capturing = torch.cuda.is_current_stream_capturing()
+        kept[:] = kept if capturing else [slots.clone()]
+        return kernel(q, k, slots=kept[0] if capturing else slots, **x)
 
     kept: list[Tensor] = []
     kernel = registry.find("kda.decode", "triton").load()
