@@ -10,6 +10,7 @@ from torch import Tensor
 from parity.case import Case
 from reference import kda
 from reference.points import At, Contract, exact, grafted, rounding, tapped
+from reference.precision import full_precision
 
 
 @dataclass
@@ -34,17 +35,16 @@ class Oracle:
         self.roundings = (contract or Contract()).resolve(case.problem.activation)
         self.lowest = torch.float64
 
+    @full_precision
     def predict(
         self, x: dict[str, Tensor], state: Tensor, window: Tensor, dtype: torch.dtype, at: At = exact, **changed: object
     ) -> Prediction:
         """One step from rows `state` [N, H, V, K] and `window` [N, 3, channels]; `changed` replaces weights or settings."""
-        case = self.case
-        given = {**case.weights, **case.settings, **x, **changed}
+        given = {**self.case.weights, **self.case.settings, **x, **changed}
         arguments: dict[str, Any] = {name: value.to(dtype) if isinstance(value, Tensor) else value for name, value in given.items()}
-        q, k = arguments.pop("q"), arguments.pop("k")
-        new_state, new_window = state.to(dtype).clone(memory_format=torch.contiguous_format), window.to(dtype, copy=True)
-        slots = torch.arange(state.shape[0], dtype=torch.int32, device=state.device)
-        out = kda.decode(q, k, **arguments, state=new_state, window=new_window, slots=slots, at=at)
+        qkv = torch.cat([arguments.pop(name) for name in "qkv"], dim=1)
+        f, beta, gate = (arguments.pop(name) for name in ("f", "beta", "gate"))
+        out, new_state, new_window = kda.step(qkv, f, beta, gate, state.to(dtype), window.to(dtype), **arguments, at=at)
         return Prediction(out.unflatten(1, (state.shape[1], -1)), new_state, new_window)
 
     def exact(self, x: dict[str, Tensor], state: Tensor, window: Tensor) -> Prediction:

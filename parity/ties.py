@@ -86,7 +86,7 @@ def gather(case: Case, call: Call, sequence: Tensor, head: Tensor) -> Heads:
 
 
 class _Flips:
-    """The near ties of some heads, and what flipping each does. A head's values stand point after point, [M, W]."""
+    """The near ties of some heads, and what flipping them does. A head's values stand point after point, [M, W]."""
 
     def __init__(self, oracle: Oracle, heads: Heads) -> None:
         self.oracle, self.heads = oracle, heads
@@ -95,27 +95,36 @@ class _Flips:
         values, self.gold = self._run(heads, tapped(rounded, rounding(oracle.roundings), self.points))
         single, _ = self._run(heads, grafted(rounded), torch.float32)
         self.widths = [x.shape[1] for x in values]
-        self.near = torch.cat([self._near(*each) for each in zip(self.points, values, single, strict=True)], dim=1)
-
-    def _near(self, point: str, x: Tensor, single: Tensor) -> Tensor:
-        """Where the FP32 reference's own noise, or an FP32 rounding of the value, reaches the tie a few times over."""
-        noise = (single - x).square().mean(1, keepdim=True).sqrt() + torch.finfo(torch.float32).eps * x.abs()
-        return tie_distance(x, self.oracle.roundings[point]) <= limits.FLIP_NOISE * noise
+        self.values = torch.cat(values, dim=1)
+        self.reach = torch.cat([_reach(*pair) for pair in zip(values, single, strict=True)], dim=1)
+        self.distance = torch.cat([tie_distance(x, oracle.roundings[point]) for point, x in zip(self.points, values, strict=True)], dim=1)
 
     def effects(self) -> Tensor:
-        """How far the output and the state may be moved, [2, M]: by each near tie alone, added up."""
-        count, order = self.near.sum(1), self.near.int().argsort(1, descending=True)
-        effects = torch.zeros(2, len(count), dtype=torch.float64, device=count.device)
+        """How far the output and the state may be moved, [2, M].
+
+        Element by element: by each near tie alone, added up, and by the values that these flips may carry to a tie of their own.
+        """
+        near = self.distance <= self.reach
+        out, state, shift = (torch.zeros_like(x) for x in (self.gold.out[0], self.gold.state[0], self.values))
+        count, order = near.sum(1), near.int().argsort(1, descending=True)
         for rank in range(int(count.max())):
             rows = (count > rank).nonzero().flatten()
-            marks = torch.zeros_like(self.near[rows]).scatter(1, order[rows, rank, None], True)
-            flips = dict(zip(self.points, marks.split(self.widths, dim=1), strict=True))
-            if "conv" in flips:
-                flips["conv"] = torch.cat([part.flatten() for part in flips["conv"].split(self._sections(1), dim=1)])
-            _, moved = self._run(self.heads[rows], flipped(self.oracle.roundings, flips))
-            effects[0, rows] += (moved.out[0] - self.gold.out[0, rows]).norm(dim=1)
-            effects[1, rows] += (moved.state[0] - self.gold.state[0, rows]).flatten(1).norm(dim=1)
-        return effects
+            self._add(rows, torch.zeros_like(near[rows]).scatter(1, order[rows, rank, None], True), out, state, shift)
+        carried = (self.distance <= self.reach + shift) & ~near
+        rows = carried.any(1).nonzero().flatten()
+        if len(rows):
+            self._add(rows, carried[rows], out, state, shift)
+        return torch.stack([out.norm(dim=1), state.flatten(1).norm(dim=1)])
+
+    def _add(self, rows: Tensor, marks: Tensor, out: Tensor, state: Tensor, shift: Tensor) -> None:
+        """Add what flipping the marked values moves: the output, the state, and the values before they round."""
+        flips = dict(zip(self.points, marks.split(self.widths, dim=1), strict=True))
+        if "conv" in flips:
+            flips["conv"] = torch.cat([part.flatten() for part in flips["conv"].split(self._sections(1), dim=1)])
+        values, moved = self._run(self.heads[rows], flipped(self.oracle.roundings, flips))
+        out[rows] += (moved.out[0] - self.gold.out[0, rows]).abs()
+        state[rows] += (moved.state[0] - self.gold.state[0, rows]).abs()
+        shift[rows] += (torch.cat(values, dim=1) - self.values[rows]).abs()
 
     def _run(self, heads: Heads, at: At, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Prediction]:
         """The values at each rounding point before they round, [m, values of the head], and the step."""
@@ -135,3 +144,8 @@ class _Flips:
     def _sections(self, heads: int) -> list[int]:
         """Channels of q, k and v in so many heads."""
         return [heads * part.shape[1] for part in self.heads.conv_weight]
+
+
+def _reach(x: Tensor, single: Tensor) -> Tensor:
+    """How far healthy noise may carry a value: the FP32 reference's own and an FP32 rounding, a few times over."""
+    return limits.FLIP_NOISE * ((single - x).square().mean(1, keepdim=True).sqrt() + torch.finfo(torch.float32).eps * x.abs())

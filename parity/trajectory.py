@@ -20,7 +20,7 @@ from parity.case import Call, Case, Pools
 from parity.metrics import Moments
 from parity.oracle import Operator, Oracle
 
-SLICE_BYTES = 3 << 24  # of FP64 state at a time
+SLICE_BYTES = 1 << 26  # of FP64 state at a time
 ULP_BINS = 4096
 
 
@@ -138,7 +138,7 @@ def _check_output(out: object, dtype: torch.dtype, shape: tuple[int, int]) -> No
 def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) -> Step:
     """The step's moments, its ULP histogram and its drift, slice by slice."""
     outputs, states, windows = [], [], []
-    ulps = torch.zeros(ULP_BINS, dtype=torch.int64)
+    ulps = torch.zeros(ULP_BINS, dtype=torch.int64, device=call.out.device)
     sums = torch.zeros(8, dtype=torch.float64, device=call.out.device)
     for part, free_out, free_state in free.step(call.inputs.tensors):
         x = {name: value[part] for name, value in call.inputs.tensors.items()}
@@ -151,11 +151,11 @@ def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) 
         states.append(metrics.moments(state, gold.state, exact.state, floor.state, state.dtype))
         expected = torch.cat([start[2][:, 1:], torch.cat([x["q"], x["k"], x["v"]], dim=1)[:, None]], dim=1)
         windows.append((window == expected).flatten(1).all(1))
-        distance = metrics.ulp_distance(out, exact.out.to(out.dtype)).clamp(max=ULP_BINS - 1)
-        ulps += torch.bincount(distance.flatten().cpu(), minlength=ULP_BINS)
+        distance = metrics.ulp_distance(out, exact.out.to(out.dtype)).clamp(max=ULP_BINS - 1).flatten()
+        ulps.scatter_add_(0, distance, torch.ones_like(distance))
         sums += _drift_sums(out, free_out, state, free_state, exact.state)
     drift = _drift(call.number, sums)
-    step = Step(call, metrics.joined(outputs), metrics.joined(states), torch.cat(windows), ulps, drift)
+    step = Step(call, metrics.joined(outputs), metrics.joined(states), torch.cat(windows), ulps.cpu(), drift)
     ties.allow(oracle, call, pools.state.dtype, step.output, step.state)
     return step
 

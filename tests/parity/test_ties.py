@@ -42,10 +42,10 @@ def flipping(point: str, which: Callable[[Tensor], Tensor], head: int) -> Callab
     return candidate
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("point", ["conv", "core"])
-def test_a_flip_far_from_a_tie_is_a_fault(point: str, dtype: str) -> None:
-    case = Problem("kda.decode", SQUARE, heads=2, batch=1, dtype=dtype, steps=6, seed=3)
+def test_a_flip_far_from_a_tie_is_a_fault(point: str) -> None:
+    """In BF16, where a head in two has no near tie; in FP16 almost every head has some, as large as this flip."""
+    case = Problem("kda.decode", SQUARE, heads=2, batch=1, steps=6, seed=3)
     assert share(case, flipping(point, torch.argmax, head=1), EAGER) > 1
 
 
