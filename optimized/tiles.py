@@ -41,13 +41,15 @@ NO_PDL = ("sm80", "sm86", "sm89")
 PDL = tuple(name for name in GPUS if name not in NO_PDL)
 
 FEW = "fewer programs than SMs: one pass over the whole head, nothing to pipeline"
+FITS = "all programs are resident at once with four stages, and not with six"
 MANY = "one warp a head and a deep pipeline keep 20 KB or more in flight on each SM"
 
 TILES = (
     TileRule((CPU,), torch.float32, None, Tile(128, 4, 1), "fewest interpreted operations"),
     TileRule((CPU,), torch.bfloat16, None, Tile(128, 4, 1), "fewest interpreted operations"),
     TileRule(PDL, torch.float32, 132, Tile(128, 4, 1, 32, True), FEW),
-    TileRule(PDL, torch.float32, 1024, Tile(8, 1, 4, 64, True), MANY),
+    TileRule(PDL, torch.float32, 512, Tile(8, 1, 6, 64, True), MANY),
+    TileRule(PDL, torch.float32, 1024, Tile(8, 1, 4, 64, True), FITS),
     TileRule(PDL, torch.float32, 2048, Tile(8, 1, 6, 64, True), MANY),
     TileRule(PDL, torch.float32, None, Tile(8, 1, 6, 128, True), MANY),
     TileRule(PDL, torch.bfloat16, 132, Tile(128, 4, 1, 32, True), FEW),

@@ -20,7 +20,7 @@ from parity.case import Call, Case, Pools
 from parity.metrics import Moments
 from parity.oracle import Operator, Oracle
 
-SLICE_BYTES = 1 << 26  # of FP64 state at a time
+SLICE_BYTES = 60_000_000  # of FP64 state at a time
 ULP_BINS = 4096
 
 
