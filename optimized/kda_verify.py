@@ -1,0 +1,416 @@
+"""`kda.verify` and `kda.commit`, each in one launch: replay of accepted drafts, golden token, new drafts, one pass over the state.
+
+One program owns one head of one sequence, as in decode. It reads the state once and keeps it in registers over all tokens; it
+writes the state once, after the golden token. What doesn't depend on the state comes first, while the state is under way: the
+convolution, norms and gates of every token, pending drafts included, once a head.
+Source: spec of the model, section 5.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from optimized import arch, interpreter, tiles
+from optimized.kda_cell import conv, delta_rule, dot_rows, load_rows, log_decay, shift, sigmoid, store_rows, tap_weights
+from reference import validate
+from reference.kda import L2_EPS, MAX_A_LOG
+from reference.kda_offsets import Offsets
+from reference.kda_replay import Replay
+from reference.kda_verify import checked_offsets
+from reference.points import Contract
+
+CONTRACT = Contract()  # FP32 from the raw inputs to the stores; caches hold raw inputs, so they round nothing
+
+
+@triton.jit
+def _carried_taps(window, channel, tap_stride, channel_stride, mask):
+    """The three carried inputs, oldest first; zeros for what the mask excludes."""
+    old = window + channel * channel_stride
+    t0 = tl.load(old, mask=mask, other=0.0).to(tl.float32)
+    t1 = tl.load(old + tap_stride, mask=mask, other=0.0).to(tl.float32)
+    t2 = tl.load(old + 2 * tap_stride, mask=mask, other=0.0).to(tl.float32)
+    return t0, t1, t2
+
+
+@triton.jit
+def _cached(cache, draft_stride, offset, mask, pending, DRAFTS: tl.constexpr):
+    """The pending drafts' values in a cache, one tensor a draft; zeros past them, which are not read."""
+    values = ()
+    draft = cache
+    for i in tl.static_range(DRAFTS):
+        values += (tl.load(draft + offset, mask=mask & (i < pending), other=0.0).to(tl.float32),)
+        draft += draft_stride
+    return values
+
+
+@triton.jit
+def _tokens(x, first, stride, offset, mask, TOKENS: tl.constexpr):
+    """A sequence's new values, one tensor a token."""
+    values = ()
+    for i in tl.static_range(TOKENS):
+        values += (tl.load(x + (first + i) * stride + offset, mask=mask, other=0.0).to(tl.float32),)
+    return values
+
+
+@triton.jit
+def _store_drafts(cache, draft_stride, offset, mask, values, DRAFTS: tl.constexpr):
+    """The raw inputs of the drafts, which follow the golden token in `values`."""
+    draft = cache
+    for i in tl.static_range(DRAFTS):
+        tl.store(draft + offset, values[i + 1].to(cache.dtype.element_ty), mask=mask)
+        draft += draft_stride
+
+
+@triton.jit
+def _convolved(weights, taps, values, count, COUNT: tl.constexpr):
+    """SiLU of the convolution at each of `values`, and the taps that the first `count` of them leave."""
+    w0, w1, w2, w3 = weights
+    t0, t1, t2 = taps
+    left0, left1, left2 = taps
+    out = ()
+    for i in tl.static_range(COUNT):
+        out += (conv(w0, w1, w2, w3, t0, t1, t2, values[i]),)
+        t0, t1, t2 = t1, t2, values[i]
+        left0, left1, left2 = tl.where(i < count, t0, left0), tl.where(i < count, t1, left1), tl.where(i < count, t2, left2)
+    return out, (left0, left1, left2)
+
+
+@triton.jit
+def _l2norms(values, EPS: tl.constexpr, SCALE: tl.constexpr, COUNT: tl.constexpr):
+    out = ()
+    for i in tl.static_range(COUNT):
+        out += (values[i] * (tl.rsqrt(tl.sum(values[i] * values[i], 0) + EPS) * SCALE),)
+    return out
+
+
+@triton.jit
+def _decays(values, bias, rate, mask, lower_bound, BOUNDED: tl.constexpr, COUNT: tl.constexpr):
+    """The decay of each key channel at each of `values`, raw gates."""
+    out = ()
+    for i in tl.static_range(COUNT):
+        out += (tl.where(mask, tl.exp(log_decay(values[i] + bias, rate, lower_bound, BOUNDED)), 0.0),)
+    return out
+
+
+@triton.jit
+def _replay_rows(s, pending, values, logits, keys, decays, CHUNKS: tl.constexpr, KI: tl.constexpr, DRAFTS: tl.constexpr):
+    """The rows after the pending drafts, whose outputs are nobody's."""
+    for i in tl.static_range(DRAFTS):
+        if i < pending:
+            k_n, decay = tl.reshape(keys[i], [CHUNKS, KI]), tl.reshape(decays[i], [CHUNKS, KI])
+            delta = sigmoid(logits[i]) * (values[i] - dot_rows(s, tl.reshape(keys[i] * decays[i], [CHUNKS, KI])))
+            s = s * decay[None, :, :] + delta[:, None, None] * k_n[None, :, :]
+    return s
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def kda_verify_kernel(
+    q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, norm_weight, state, window, qkv_cache, f_cache, beta_cache,
+    slots, counts, cu_seqlens, fresh, out,
+    q_stride, k_stride, v_stride, f_stride, beta_stride, gate_stride, out_stride,
+    state_stride, window_stride, tap_stride, channel_stride,
+    qkv_slot_stride, qkv_draft_stride, f_slot_stride, f_draft_stride, beta_slot_stride, beta_draft_stride,
+    num_slots, heads, lower_bound, norm_eps,
+    K: tl.constexpr, V: tl.constexpr, CHUNKS: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr, DRAFTS: tl.constexpr,
+    SHARED: tl.constexpr, BOUNDED: tl.constexpr, HAS_FRESH: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+    RATE_MAX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = 1 + DRAFTS
+    pid = tl.program_id(0)
+    head = pid % heads
+    row = (pid // heads).to(tl.int64)
+
+    kk = tl.arange(0, CHUNKS * KI)
+    in_k = kk < K
+    key = tl.arange(0, CHUNKS)[:, None] * KI + tl.arange(0, KI)[None, :]  # [CHUNKS, KI]: the same, as the state is tiled
+    value = tl.arange(0, BV)
+    in_v = value < V
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    slot = tl.load(slots + row).to(tl.int64)
+    first = row * TOKENS
+    if (slot < 0) | (slot >= num_slots):
+        for i in tl.static_range(TOKENS):
+            tl.store(out + (first + i) * out_stride + head * V + value, tl.zeros([BV], tl.float32).to(out.dtype.element_ty), mask=in_v)
+        return
+    carried = slot >= 0
+    if HAS_FRESH:
+        carried = tl.load(fresh + row) == 0
+    state_row = state + slot * state_stride + head * (V * K)
+    s = load_rows(state_row, 0, key, carried, K, V, BV)  # under way before anything waits
+
+    pending = tl.load(counts + row)
+    if SHARED:  # counts are pending drafts, else accepted tokens
+        first = tl.load(cu_seqlens + row).to(tl.int64) + pending
+    else:
+        pending -= 1
+    pending = tl.where(carried, tl.minimum(pending, DRAFTS), 0)
+
+    q_channel = head * K + kk
+    k_channel = heads * K + q_channel
+    v_channel = 2 * heads * K + head * V + value
+    window_row = window + slot * window_stride
+    qkv_row = qkv_cache + slot * qkv_slot_stride
+    f_row = f_cache + slot * f_slot_stride + q_channel
+    beta_row = beta_cache + slot * beta_slot_stride + head
+    q_taps = _carried_taps(window_row, q_channel, tap_stride, channel_stride, in_k & carried)
+    k_taps = _carried_taps(window_row, k_channel, tap_stride, channel_stride, in_k & carried)
+    v_taps = _carried_taps(window_row, v_channel, tap_stride, channel_stride, in_v & carried)
+    q_old = _cached(qkv_row, qkv_draft_stride, q_channel, in_k, pending, DRAFTS)
+    k_old = _cached(qkv_row, qkv_draft_stride, k_channel, in_k, pending, DRAFTS)
+    v_old = _cached(qkv_row, qkv_draft_stride, v_channel, in_v, pending, DRAFTS)
+    f_old = _cached(f_row, f_draft_stride, 0, in_k, pending, DRAFTS)
+    b_old = _cached(beta_row, beta_draft_stride, 0, True, pending, DRAFTS)
+    q_new = _tokens(q, first, q_stride, q_channel, in_k, TOKENS)
+    k_new = _tokens(k, first, k_stride, q_channel, in_k, TOKENS)
+    v_new = _tokens(v, first, v_stride, head * V + value, in_v, TOKENS)
+    f_new = _tokens(f, first, f_stride, q_channel, in_k, TOKENS)
+    b_new = _tokens(beta, first, beta_stride, head, True, TOKENS)
+    gates = _tokens(gate, first, gate_stride, head * V + value, in_v, TOKENS)
+    weight = tl.load(norm_weight + value, mask=in_v, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias + q_channel, mask=in_k, other=0.0)
+    log_rate = tl.load(a_log + head)
+    rate = tl.exp(tl.where(log_rate > RATE_MAX, RATE_MAX, log_rate))  # NaN stays NaN
+    q_weight = tap_weights(conv_weight, q_channel, in_k)
+    k_weight = tap_weights(conv_weight, k_channel, in_k)
+    v_weight = tap_weights(conv_weight, v_channel, in_v)
+
+    _, q_taps = _convolved(q_weight, q_taps, q_old, pending, DRAFTS)  # replay needs no q, the window does
+    k_y, k_taps = _convolved(k_weight, k_taps, k_old, pending, DRAFTS)
+    v_replayed, v_taps = _convolved(v_weight, v_taps, v_old, pending, DRAFTS)
+    k_replayed = _l2norms(k_y, EPS, 1.0, DRAFTS)
+    decay_replayed = _decays(f_old, bias, rate, in_k, lower_bound, BOUNDED, DRAFTS)
+
+    q_y, q_taps = _convolved(q_weight, q_taps, q_new, 1, TOKENS)
+    k_y, k_taps = _convolved(k_weight, k_taps, k_new, 1, TOKENS)
+    v_y, v_taps = _convolved(v_weight, v_taps, v_new, 1, TOKENS)
+    q_n = _l2norms(q_y, EPS, SCALE, TOKENS)
+    k_n = _l2norms(k_y, EPS, 1.0, TOKENS)
+    decay = _decays(f_new, bias, rate, in_k, lower_bound, BOUNDED, TOKENS)
+
+    # Every thread has read window and caches before any thread writes them: lanes may hold copies of one channel.
+    tl.debug_barrier()
+    shift(window_row, q_channel, tap_stride, channel_stride, in_k, q_taps[0], q_taps[1], q_taps[2])
+    shift(window_row, k_channel, tap_stride, channel_stride, in_k, k_taps[0], k_taps[1], k_taps[2])
+    shift(window_row, v_channel, tap_stride, channel_stride, in_v, v_taps[0], v_taps[1], v_taps[2])
+    _store_drafts(qkv_row, qkv_draft_stride, q_channel, in_k, q_new, DRAFTS)
+    _store_drafts(qkv_row, qkv_draft_stride, k_channel, in_k, k_new, DRAFTS)
+    _store_drafts(qkv_row, qkv_draft_stride, v_channel, in_v, v_new, DRAFTS)
+    _store_drafts(f_row, f_draft_stride, 0, in_k, f_new, DRAFTS)
+    _store_drafts(beta_row, beta_draft_stride, 0, None, b_new, DRAFTS)
+
+    s = _replay_rows(s, pending, v_replayed, b_old, k_replayed, decay_replayed, CHUNKS, KI, DRAFTS)
+    for i in tl.static_range(TOKENS):
+        s, core = delta_rule(
+            s, v_y[i], sigmoid(b_new[i]), tl.reshape(k_n[i], [CHUNKS, KI]), tl.reshape(k_n[i] * decay[i], [CHUNKS, KI]),
+            tl.reshape(q_n[i] * decay[i], [CHUNKS, KI]), tl.reshape(decay[i], [CHUNKS, KI]), tl.sum(k_n[i] * q_n[i], 0),
+        )  # fmt: skip
+        if i == 0:  # what the drafts do to the state stays here
+            store_rows(state_row, 0, s, key, K, V, BV)
+        scale = tl.rsqrt(tl.sum(core * core, 0) / V + norm_eps)
+        gated = core * scale * (weight * sigmoid(gates[i]))
+        tl.store(out + (first + i) * out_stride + head * V + value, gated.to(out.dtype.element_ty), mask=in_v)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def kda_commit_kernel(
+    conv_weight, a_log, dt_bias, state, window, qkv_cache, f_cache, beta_cache, slots, accepted,
+    state_stride, window_stride, tap_stride, channel_stride,
+    qkv_slot_stride, qkv_draft_stride, f_slot_stride, f_draft_stride, beta_slot_stride, beta_draft_stride,
+    num_slots, heads, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, CHUNKS: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr, DRAFTS: tl.constexpr,
+    BOUNDED: tl.constexpr, EPS: tl.constexpr, RATE_MAX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    head = pid % heads
+    row = (pid // heads).to(tl.int64)
+    kk = tl.arange(0, CHUNKS * KI)
+    in_k = kk < K
+    key = tl.arange(0, CHUNKS)[:, None] * KI + tl.arange(0, KI)[None, :]
+    value = tl.arange(0, BV)
+    in_v = value < V
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    slot = tl.load(slots + row).to(tl.int64)
+    pending = tl.minimum(tl.load(accepted + row) - 1, DRAFTS)
+    if (slot < 0) | (slot >= num_slots) | (pending <= 0):
+        return
+    state_row = state + slot * state_stride + head * (V * K)
+    s = load_rows(state_row, 0, key, pending > 0, K, V, BV)
+
+    q_channel = head * K + kk
+    k_channel = heads * K + q_channel
+    v_channel = 2 * heads * K + head * V + value
+    window_row = window + slot * window_stride
+    qkv_row = qkv_cache + slot * qkv_slot_stride
+    q_taps = _carried_taps(window_row, q_channel, tap_stride, channel_stride, in_k)
+    k_taps = _carried_taps(window_row, k_channel, tap_stride, channel_stride, in_k)
+    v_taps = _carried_taps(window_row, v_channel, tap_stride, channel_stride, in_v)
+    q_old = _cached(qkv_row, qkv_draft_stride, q_channel, in_k, pending, DRAFTS)
+    k_old = _cached(qkv_row, qkv_draft_stride, k_channel, in_k, pending, DRAFTS)
+    v_old = _cached(qkv_row, qkv_draft_stride, v_channel, in_v, pending, DRAFTS)
+    f_old = _cached(f_cache + slot * f_slot_stride, f_draft_stride, q_channel, in_k, pending, DRAFTS)
+    b_old = _cached(beta_cache + slot * beta_slot_stride, beta_draft_stride, head, True, pending, DRAFTS)
+    bias = tl.load(dt_bias + q_channel, mask=in_k, other=0.0)
+    log_rate = tl.load(a_log + head)
+    rate = tl.exp(tl.where(log_rate > RATE_MAX, RATE_MAX, log_rate))
+    q_weight = tap_weights(conv_weight, q_channel, in_k)
+    k_weight = tap_weights(conv_weight, k_channel, in_k)
+    v_weight = tap_weights(conv_weight, v_channel, in_v)
+
+    _, q_taps = _convolved(q_weight, q_taps, q_old, pending, DRAFTS)
+    k_y, k_taps = _convolved(k_weight, k_taps, k_old, pending, DRAFTS)
+    v_y, v_taps = _convolved(v_weight, v_taps, v_old, pending, DRAFTS)
+    k_n = _l2norms(k_y, EPS, 1.0, DRAFTS)
+    decay = _decays(f_old, bias, rate, in_k, lower_bound, BOUNDED, DRAFTS)
+
+    tl.debug_barrier()  # as in verify
+    shift(window_row, q_channel, tap_stride, channel_stride, in_k, q_taps[0], q_taps[1], q_taps[2])
+    shift(window_row, k_channel, tap_stride, channel_stride, in_k, k_taps[0], k_taps[1], k_taps[2])
+    shift(window_row, v_channel, tap_stride, channel_stride, in_v, v_taps[0], v_taps[1], v_taps[2])
+    s = _replay_rows(s, pending, v_y, b_old, k_n, decay, CHUNKS, KI, DRAFTS)
+    store_rows(state_row, 0, s, key, K, V, BV)
+
+
+def launch(
+    tile: tiles.Tile,
+    sizes: validate.KdaSizes,
+    q: Tensor,
+    k: Tensor,
+    *,
+    v: Tensor,
+    f: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    state: Tensor,
+    window: Tensor,
+    replay: Replay,
+    slots: Tensor,
+    accepted: Tensor,
+    offsets: Offsets | None = None,
+    fresh: Tensor | None = None,
+    lower_bound: float | None,
+    norm_eps: float,
+) -> Tensor:
+    """The launch of validated arguments with a given tile, whose rows and stages have no say: a program holds its whole state."""
+    out = torch.empty(sizes.tokens, sizes.heads * sizes.value_dim, dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    counts, cu_seqlens = (accepted, None) if offsets is None else offsets
+    kda_verify_kernel[(sizes.sequences * sizes.heads,)](
+        q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, norm_weight, state, window, replay.qkv, replay.f, replay.beta,
+        slots, counts, cu_seqlens, fresh, out,
+        q.stride(0), k.stride(0), v.stride(0), f.stride(0), beta.stride(0), gate.stride(0), out.stride(0),
+        state.stride(0), *window.stride(), *_strides(replay),
+        sizes.slots, sizes.heads, lower_bound or 0.0, norm_eps,
+        SHARED=offsets is not None, HAS_FRESH=fresh is not None, SCALE=sizes.key_dim**-0.5, BOUNDED=lower_bound is not None,
+        **_options(tile, sizes),
+    )  # fmt: skip
+    return out
+
+
+def _strides(replay: Replay) -> list[int]:
+    return [stride for x in (replay.qkv, replay.f, replay.beta) for stride in x.stride()[:2]]
+
+
+def _options(tile: tiles.Tile, sizes: validate.KdaSizes) -> dict[str, Any]:
+    """Constants and launch options that both kernels share."""
+    padded_k, padded_v = triton.next_power_of_2(sizes.key_dim), triton.next_power_of_2(sizes.value_dim)
+    chunk = min(tile.chunk, padded_k)
+    return dict(
+        K=sizes.key_dim, V=sizes.value_dim, CHUNKS=padded_k // chunk, KI=chunk, BV=padded_v, DRAFTS=sizes.drafts, EPS=L2_EPS,
+        RATE_MAX=MAX_A_LOG, PDL=tile.pdl, num_warps=tile.warps, num_stages=1, enable_fp_fusion=True, launch_pdl=tile.pdl,
+    )  # fmt: skip
+
+
+def verify(
+    q: Tensor,
+    k: Tensor,
+    *,
+    v: Tensor,
+    f: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    state: Tensor,
+    window: Tensor,
+    replay: Replay,
+    slots: Tensor,
+    accepted: Tensor,
+    offsets: Offsets | None = None,
+    fresh: Tensor | None = None,
+    lower_bound: float | None,
+    norm_eps: float = 1e-5,
+) -> Tensor:
+    """`reference.kda_verify.verify` as one Triton launch; arguments, pools, caches, errors and return value as there.
+
+    BF16, FP16 or FP32 activations, FP32 or BF16 state. Nothing inside is rounded below FP32, and a replayed draft goes through
+    the same operations as a decoded token. CPU tensors only in Triton's interpreter.
+    """
+    arguments: dict[str, Any] = dict(
+        v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
+        state=state, window=window, replay=replay, slots=slots, accepted=accepted, offsets=offsets, fresh=fresh,
+        lower_bound=lower_bound, norm_eps=norm_eps,
+    )  # fmt: skip
+    sizes = validate.kda_verify(q, k, **arguments)
+    _checked(sizes, q.dtype, state, slots, accepted, offsets, fresh)
+    return launch(_tile(state, sizes), sizes, q, k, **arguments)
+
+
+def commit(
+    state: Tensor,
+    window: Tensor,
+    *,
+    replay: Replay,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    slots: Tensor,
+    accepted: Tensor,
+    lower_bound: float | None,
+) -> None:
+    """`reference.kda_verify.commit` as one Triton launch; arguments, pools and errors as there."""
+    arguments: dict[str, Any] = dict(conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, slots=slots, accepted=accepted)
+    sizes = validate.kda_commit(state, window, replay=replay, lower_bound=lower_bound, **arguments)
+    _checked(sizes, window.dtype, state, slots, accepted)
+    if sizes.sequences == 0:
+        return
+    kda_commit_kernel[(sizes.sequences * sizes.heads,)](
+        conv_weight, a_log, dt_bias, state, window, replay.qkv, replay.f, replay.beta, slots, accepted,
+        state.stride(0), *window.stride(), *_strides(replay), sizes.slots, sizes.heads, lower_bound or 0.0,
+        BOUNDED=lower_bound is not None, **_options(_tile(state, sizes), sizes),
+    )  # fmt: skip
+
+
+def _checked(
+    sizes: validate.KdaSizes,
+    activation: torch.dtype,
+    state: Tensor,
+    slots: Tensor,
+    accepted: Tensor,
+    offsets: Offsets | None = None,
+    fresh: Tensor | None = None,
+) -> None:
+    """What the kernels take; on a CPU the interpreter, and the values."""
+    validate.kernel_dtypes(activation, state.dtype)
+    if state.device.type == "cpu":
+        interpreter.require("state")
+        checked_offsets(sizes, slots, accepted, offsets, fresh)
+
+
+def _tile(state: Tensor, sizes: validate.KdaSizes) -> tiles.Tile:
+    return tiles.tile(arch.of_device(str(state.device)), state.dtype, sizes.sequences * sizes.heads, tiles.VERIFY)
