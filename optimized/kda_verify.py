@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized import arch, interpreter, tiles
-from optimized.kda_cell import conv, delta_rule, dot_rows, load_rows, log_decay, shift, sigmoid, store_rows, tap_weights
+from optimized.kda_cell import delta_rule, load_rows, shift, sigmoid, store_rows, tap_weights
+from optimized.kda_replay import cached, carried_taps, convolved, decays, l2norms, replay_rows, store_drafts, tokens
 from reference import validate
 from reference.kda import L2_EPS, MAX_A_LOG
 from reference.kda_offsets import Offsets
@@ -23,87 +24,6 @@ from reference.kda_verify import checked_offsets
 from reference.points import Contract
 
 CONTRACT = Contract()  # FP32 from the raw inputs to the stores; caches hold raw inputs, so they round nothing
-
-
-@triton.jit
-def _carried_taps(window, channel, tap_stride, channel_stride, mask):
-    """The three carried inputs, oldest first; zeros for what the mask excludes."""
-    old = window + channel * channel_stride
-    t0 = tl.load(old, mask=mask, other=0.0).to(tl.float32)
-    t1 = tl.load(old + tap_stride, mask=mask, other=0.0).to(tl.float32)
-    t2 = tl.load(old + 2 * tap_stride, mask=mask, other=0.0).to(tl.float32)
-    return t0, t1, t2
-
-
-@triton.jit
-def _cached(cache, draft_stride, offset, mask, pending, DRAFTS: tl.constexpr):
-    """The pending drafts' values in a cache, one tensor a draft; zeros past them, which are not read."""
-    values = ()
-    draft = cache
-    for i in tl.static_range(DRAFTS):
-        values += (tl.load(draft + offset, mask=mask & (i < pending), other=0.0).to(tl.float32),)
-        draft += draft_stride
-    return values
-
-
-@triton.jit
-def _tokens(x, first, stride, offset, mask, TOKENS: tl.constexpr):
-    """A sequence's new values, one tensor a token."""
-    values = ()
-    for i in tl.static_range(TOKENS):
-        values += (tl.load(x + (first + i) * stride + offset, mask=mask, other=0.0).to(tl.float32),)
-    return values
-
-
-@triton.jit
-def _store_drafts(cache, draft_stride, offset, mask, values, DRAFTS: tl.constexpr):
-    """The raw inputs of the drafts, which follow the golden token in `values`."""
-    draft = cache
-    for i in tl.static_range(DRAFTS):
-        tl.store(draft + offset, values[i + 1].to(cache.dtype.element_ty), mask=mask)
-        draft += draft_stride
-
-
-@triton.jit
-def _convolved(weights, taps, values, count, COUNT: tl.constexpr):
-    """SiLU of the convolution at each of `values`, and the taps that the first `count` of them leave."""
-    w0, w1, w2, w3 = weights
-    t0, t1, t2 = taps
-    left0, left1, left2 = taps
-    out = ()
-    for i in tl.static_range(COUNT):
-        out += (conv(w0, w1, w2, w3, t0, t1, t2, values[i]),)
-        t0, t1, t2 = t1, t2, values[i]
-        left0, left1, left2 = tl.where(i < count, t0, left0), tl.where(i < count, t1, left1), tl.where(i < count, t2, left2)
-    return out, (left0, left1, left2)
-
-
-@triton.jit
-def _l2norms(values, EPS: tl.constexpr, SCALE: tl.constexpr, COUNT: tl.constexpr):
-    out = ()
-    for i in tl.static_range(COUNT):
-        out += (values[i] * (tl.rsqrt(tl.sum(values[i] * values[i], 0) + EPS) * SCALE),)
-    return out
-
-
-@triton.jit
-def _decays(values, bias, rate, mask, lower_bound, BOUNDED: tl.constexpr, COUNT: tl.constexpr):
-    """The decay of each key channel at each of `values`, raw gates."""
-    out = ()
-    for i in tl.static_range(COUNT):
-        out += (tl.where(mask, tl.exp(log_decay(values[i] + bias, rate, lower_bound, BOUNDED)), 0.0),)
-    return out
-
-
-@triton.jit
-def _replay_rows(s, pending, values, logits, keys, decays, CHUNKS: tl.constexpr, KI: tl.constexpr, DRAFTS: tl.constexpr):
-    """The rows after the pending drafts, whose outputs are nobody's."""
-    for i in tl.static_range(DRAFTS):
-        if i < pending:
-            k_n, decay = tl.reshape(keys[i], [CHUNKS, KI]), tl.reshape(decays[i], [CHUNKS, KI])
-            delta = sigmoid(logits[i]) * (values[i] - dot_rows(s, tl.reshape(keys[i] * decays[i], [CHUNKS, KI])))
-            s = s * decay[None, :, :] + delta[:, None, None] * k_n[None, :, :]
-    return s
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -158,20 +78,20 @@ def kda_verify_kernel(
     qkv_row = qkv_cache + slot * qkv_slot_stride
     f_row = f_cache + slot * f_slot_stride + q_channel
     beta_row = beta_cache + slot * beta_slot_stride + head
-    q_taps = _carried_taps(window_row, q_channel, tap_stride, channel_stride, in_k & carried)
-    k_taps = _carried_taps(window_row, k_channel, tap_stride, channel_stride, in_k & carried)
-    v_taps = _carried_taps(window_row, v_channel, tap_stride, channel_stride, in_v & carried)
-    q_old = _cached(qkv_row, qkv_draft_stride, q_channel, in_k, pending, DRAFTS)
-    k_old = _cached(qkv_row, qkv_draft_stride, k_channel, in_k, pending, DRAFTS)
-    v_old = _cached(qkv_row, qkv_draft_stride, v_channel, in_v, pending, DRAFTS)
-    f_old = _cached(f_row, f_draft_stride, 0, in_k, pending, DRAFTS)
-    b_old = _cached(beta_row, beta_draft_stride, 0, True, pending, DRAFTS)
-    q_new = _tokens(q, first, q_stride, q_channel, in_k, TOKENS)
-    k_new = _tokens(k, first, k_stride, q_channel, in_k, TOKENS)
-    v_new = _tokens(v, first, v_stride, head * V + value, in_v, TOKENS)
-    f_new = _tokens(f, first, f_stride, q_channel, in_k, TOKENS)
-    b_new = _tokens(beta, first, beta_stride, head, True, TOKENS)
-    gates = _tokens(gate, first, gate_stride, head * V + value, in_v, TOKENS)
+    q_taps = carried_taps(window_row, q_channel, tap_stride, channel_stride, in_k & carried)
+    k_taps = carried_taps(window_row, k_channel, tap_stride, channel_stride, in_k & carried)
+    v_taps = carried_taps(window_row, v_channel, tap_stride, channel_stride, in_v & carried)
+    q_old = cached(qkv_row, qkv_draft_stride, q_channel, in_k, pending, DRAFTS)
+    k_old = cached(qkv_row, qkv_draft_stride, k_channel, in_k, pending, DRAFTS)
+    v_old = cached(qkv_row, qkv_draft_stride, v_channel, in_v, pending, DRAFTS)
+    f_old = cached(f_row, f_draft_stride, 0, in_k, pending, DRAFTS)
+    b_old = cached(beta_row, beta_draft_stride, 0, True, pending, DRAFTS)
+    q_new = tokens(q, first, q_stride, q_channel, in_k, TOKENS)
+    k_new = tokens(k, first, k_stride, q_channel, in_k, TOKENS)
+    v_new = tokens(v, first, v_stride, head * V + value, in_v, TOKENS)
+    f_new = tokens(f, first, f_stride, q_channel, in_k, TOKENS)
+    b_new = tokens(beta, first, beta_stride, head, True, TOKENS)
+    gate_raw = tl.load(gate + first * gate_stride + head * V + value, mask=in_v, other=0.0)
     weight = tl.load(norm_weight + value, mask=in_v, other=0.0).to(tl.float32)
     bias = tl.load(dt_bias + q_channel, mask=in_k, other=0.0)
     log_rate = tl.load(a_log + head)
@@ -180,32 +100,35 @@ def kda_verify_kernel(
     k_weight = tap_weights(conv_weight, k_channel, in_k)
     v_weight = tap_weights(conv_weight, v_channel, in_v)
 
-    _, q_taps = _convolved(q_weight, q_taps, q_old, pending, DRAFTS)  # replay needs no q, the window does
-    k_y, k_taps = _convolved(k_weight, k_taps, k_old, pending, DRAFTS)
-    v_replayed, v_taps = _convolved(v_weight, v_taps, v_old, pending, DRAFTS)
-    k_replayed = _l2norms(k_y, EPS, 1.0, DRAFTS)
-    decay_replayed = _decays(f_old, bias, rate, in_k, lower_bound, BOUNDED, DRAFTS)
+    _, q_taps = convolved(q_weight, q_taps, q_old, pending, DRAFTS)  # replay needs no q, the window does
+    k_y, k_taps = convolved(k_weight, k_taps, k_old, pending, DRAFTS)
+    v_replayed, v_taps = convolved(v_weight, v_taps, v_old, pending, DRAFTS)
+    k_replayed = l2norms(k_y, EPS, 1.0, DRAFTS)
+    decay_replayed = decays(f_old, bias, rate, in_k, lower_bound, BOUNDED, DRAFTS)
 
-    q_y, q_taps = _convolved(q_weight, q_taps, q_new, 1, TOKENS)
-    k_y, k_taps = _convolved(k_weight, k_taps, k_new, 1, TOKENS)
-    v_y, v_taps = _convolved(v_weight, v_taps, v_new, 1, TOKENS)
-    q_n = _l2norms(q_y, EPS, SCALE, TOKENS)
-    k_n = _l2norms(k_y, EPS, 1.0, TOKENS)
-    decay = _decays(f_new, bias, rate, in_k, lower_bound, BOUNDED, TOKENS)
+    q_y, q_taps = convolved(q_weight, q_taps, q_new, 1, TOKENS)
+    k_y, k_taps = convolved(k_weight, k_taps, k_new, 1, TOKENS)
+    v_y, v_taps = convolved(v_weight, v_taps, v_new, 1, TOKENS)
+    q_n = l2norms(q_y, EPS, SCALE, TOKENS)
+    k_n = l2norms(k_y, EPS, 1.0, TOKENS)
+    decay = decays(f_new, bias, rate, in_k, lower_bound, BOUNDED, TOKENS)
 
     # Every thread has read window and caches before any thread writes them: lanes may hold copies of one channel.
     tl.debug_barrier()
     shift(window_row, q_channel, tap_stride, channel_stride, in_k, q_taps[0], q_taps[1], q_taps[2])
     shift(window_row, k_channel, tap_stride, channel_stride, in_k, k_taps[0], k_taps[1], k_taps[2])
     shift(window_row, v_channel, tap_stride, channel_stride, in_v, v_taps[0], v_taps[1], v_taps[2])
-    _store_drafts(qkv_row, qkv_draft_stride, q_channel, in_k, q_new, DRAFTS)
-    _store_drafts(qkv_row, qkv_draft_stride, k_channel, in_k, k_new, DRAFTS)
-    _store_drafts(qkv_row, qkv_draft_stride, v_channel, in_v, v_new, DRAFTS)
-    _store_drafts(f_row, f_draft_stride, 0, in_k, f_new, DRAFTS)
-    _store_drafts(beta_row, beta_draft_stride, 0, None, b_new, DRAFTS)
+    store_drafts(qkv_row, qkv_draft_stride, q_channel, in_k, q_new, DRAFTS)
+    store_drafts(qkv_row, qkv_draft_stride, k_channel, in_k, k_new, DRAFTS)
+    store_drafts(qkv_row, qkv_draft_stride, v_channel, in_v, v_new, DRAFTS)
+    store_drafts(f_row, f_draft_stride, 0, in_k, f_new, DRAFTS)
+    store_drafts(beta_row, beta_draft_stride, 0, None, b_new, DRAFTS)
 
-    s = _replay_rows(s, pending, v_replayed, b_old, k_replayed, decay_replayed, CHUNKS, KI, DRAFTS)
+    s = replay_rows(s, pending, v_replayed, b_old, k_replayed, decay_replayed, CHUNKS, KI, DRAFTS)
     for i in tl.static_range(TOKENS):
+        gate_i = gate_raw.to(tl.float32)
+        if i < DRAFTS:  # one token ahead: all at once would not fit in registers
+            gate_raw = tl.load(gate + (first + i + 1) * gate_stride + head * V + value, mask=in_v, other=0.0)
         s, core = delta_rule(
             s, v_y[i], sigmoid(b_new[i]), tl.reshape(k_n[i], [CHUNKS, KI]), tl.reshape(k_n[i] * decay[i], [CHUNKS, KI]),
             tl.reshape(q_n[i] * decay[i], [CHUNKS, KI]), tl.reshape(decay[i], [CHUNKS, KI]), tl.sum(k_n[i] * q_n[i], 0),
@@ -213,7 +136,7 @@ def kda_verify_kernel(
         if i == 0:  # what the drafts do to the state stays here
             store_rows(state_row, 0, s, key, K, V, BV)
         scale = tl.rsqrt(tl.sum(core * core, 0) / V + norm_eps)
-        gated = core * scale * (weight * sigmoid(gates[i]))
+        gated = core * scale * (weight * sigmoid(gate_i))
         tl.store(out + (first + i) * out_stride + head * V + value, gated.to(out.dtype.element_ty), mask=in_v)
 
 
@@ -250,14 +173,14 @@ def kda_commit_kernel(
     v_channel = 2 * heads * K + head * V + value
     window_row = window + slot * window_stride
     qkv_row = qkv_cache + slot * qkv_slot_stride
-    q_taps = _carried_taps(window_row, q_channel, tap_stride, channel_stride, in_k)
-    k_taps = _carried_taps(window_row, k_channel, tap_stride, channel_stride, in_k)
-    v_taps = _carried_taps(window_row, v_channel, tap_stride, channel_stride, in_v)
-    q_old = _cached(qkv_row, qkv_draft_stride, q_channel, in_k, pending, DRAFTS)
-    k_old = _cached(qkv_row, qkv_draft_stride, k_channel, in_k, pending, DRAFTS)
-    v_old = _cached(qkv_row, qkv_draft_stride, v_channel, in_v, pending, DRAFTS)
-    f_old = _cached(f_cache + slot * f_slot_stride, f_draft_stride, q_channel, in_k, pending, DRAFTS)
-    b_old = _cached(beta_cache + slot * beta_slot_stride, beta_draft_stride, head, True, pending, DRAFTS)
+    q_taps = carried_taps(window_row, q_channel, tap_stride, channel_stride, in_k)
+    k_taps = carried_taps(window_row, k_channel, tap_stride, channel_stride, in_k)
+    v_taps = carried_taps(window_row, v_channel, tap_stride, channel_stride, in_v)
+    q_old = cached(qkv_row, qkv_draft_stride, q_channel, in_k, pending, DRAFTS)
+    k_old = cached(qkv_row, qkv_draft_stride, k_channel, in_k, pending, DRAFTS)
+    v_old = cached(qkv_row, qkv_draft_stride, v_channel, in_v, pending, DRAFTS)
+    f_old = cached(f_cache + slot * f_slot_stride, f_draft_stride, q_channel, in_k, pending, DRAFTS)
+    b_old = cached(beta_cache + slot * beta_slot_stride, beta_draft_stride, head, True, pending, DRAFTS)
     bias = tl.load(dt_bias + q_channel, mask=in_k, other=0.0)
     log_rate = tl.load(a_log + head)
     rate = tl.exp(tl.where(log_rate > RATE_MAX, RATE_MAX, log_rate))
@@ -265,17 +188,17 @@ def kda_commit_kernel(
     k_weight = tap_weights(conv_weight, k_channel, in_k)
     v_weight = tap_weights(conv_weight, v_channel, in_v)
 
-    _, q_taps = _convolved(q_weight, q_taps, q_old, pending, DRAFTS)
-    k_y, k_taps = _convolved(k_weight, k_taps, k_old, pending, DRAFTS)
-    v_y, v_taps = _convolved(v_weight, v_taps, v_old, pending, DRAFTS)
-    k_n = _l2norms(k_y, EPS, 1.0, DRAFTS)
-    decay = _decays(f_old, bias, rate, in_k, lower_bound, BOUNDED, DRAFTS)
+    _, q_taps = convolved(q_weight, q_taps, q_old, pending, DRAFTS)
+    k_y, k_taps = convolved(k_weight, k_taps, k_old, pending, DRAFTS)
+    v_y, v_taps = convolved(v_weight, v_taps, v_old, pending, DRAFTS)
+    k_n = l2norms(k_y, EPS, 1.0, DRAFTS)
+    decay = decays(f_old, bias, rate, in_k, lower_bound, BOUNDED, DRAFTS)
 
     tl.debug_barrier()  # as in verify
     shift(window_row, q_channel, tap_stride, channel_stride, in_k, q_taps[0], q_taps[1], q_taps[2])
     shift(window_row, k_channel, tap_stride, channel_stride, in_k, k_taps[0], k_taps[1], k_taps[2])
     shift(window_row, v_channel, tap_stride, channel_stride, in_v, v_taps[0], v_taps[1], v_taps[2])
-    s = _replay_rows(s, pending, v_y, b_old, k_n, decay, CHUNKS, KI, DRAFTS)
+    s = replay_rows(s, pending, v_y, b_old, k_n, decay, CHUNKS, KI, DRAFTS)
     store_rows(state_row, 0, s, key, K, V, BV)
 
 
