@@ -53,7 +53,10 @@ def kda_verify_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
     slot = tl.load(slots + row).to(tl.int64)
+    pending = tl.load(counts + row)  # with SHARED pending drafts, else accepted tokens
     first = row * TOKENS
+    if SHARED:
+        shifted = tl.load(cu_seqlens + row).to(tl.int64)
     if (slot < 0) | (slot >= num_slots):
         for i in tl.static_range(TOKENS):
             tl.store(out + (first + i) * out_stride + head * V + value, tl.zeros([BV], tl.float32).to(out.dtype.element_ty), mask=in_v)
@@ -64,9 +67,8 @@ def kda_verify_kernel(
     state_row = state + slot * state_stride + head * (V * K)
     s = load_rows(state_row, 0, key, carried, K, V, BV)  # under way before anything waits
 
-    pending = tl.load(counts + row)
-    if SHARED:  # counts are pending drafts, else accepted tokens
-        first = tl.load(cu_seqlens + row).to(tl.int64) + pending
+    if SHARED:
+        first = shifted + pending
     else:
         pending -= 1
     pending = tl.where(carried, tl.minimum(pending, DRAFTS), 0)
@@ -91,8 +93,9 @@ def kda_verify_kernel(
     v_new = tokens(v, first, v_stride, head * V + value, in_v, TOKENS)
     f_new = tokens(f, first, f_stride, q_channel, in_k, TOKENS)
     b_new = tokens(beta, first, beta_stride, head, True, TOKENS)
-    gate_raw = tl.load(gate + first * gate_stride + head * V + value, mask=in_v, other=0.0)
-    weight = tl.load(norm_weight + value, mask=in_v, other=0.0).to(tl.float32)
+    gate_row = gate + first * gate_stride + head * V + value
+    out_row = out + first * out_stride + head * V + value
+    gate_raw = tl.load(gate_row, mask=in_v, other=0.0)
     bias = tl.load(dt_bias + q_channel, mask=in_k, other=0.0)
     log_rate = tl.load(a_log + head)
     rate = tl.exp(tl.where(log_rate > RATE_MAX, RATE_MAX, log_rate))  # NaN stays NaN
@@ -128,7 +131,8 @@ def kda_verify_kernel(
     for i in tl.static_range(TOKENS):
         gate_i = gate_raw.to(tl.float32)
         if i < DRAFTS:  # one token ahead: all at once would not fit in registers
-            gate_raw = tl.load(gate + (first + i + 1) * gate_stride + head * V + value, mask=in_v, other=0.0)
+            gate_row += gate_stride
+            gate_raw = tl.load(gate_row, mask=in_v, other=0.0)
         s, core = delta_rule(
             s, v_y[i], sigmoid(b_new[i]), tl.reshape(k_n[i], [CHUNKS, KI]), tl.reshape(k_n[i] * decay[i], [CHUNKS, KI]),
             tl.reshape(q_n[i] * decay[i], [CHUNKS, KI]), tl.reshape(decay[i], [CHUNKS, KI]), tl.sum(k_n[i] * q_n[i], 0),
@@ -136,8 +140,10 @@ def kda_verify_kernel(
         if i == 0:  # what the drafts do to the state stays here
             store_rows(state_row, 0, s, key, K, V, BV)
         scale = tl.rsqrt(tl.sum(core * core, 0) / V + norm_eps)
+        weight = tl.load(norm_weight + value, mask=in_v, other=0.0).to(tl.float32)
         gated = core * scale * (weight * sigmoid(gate_i))
-        tl.store(out + (first + i) * out_stride + head * V + value, gated.to(out.dtype.element_ty), mask=in_v)
+        tl.store(out_row, gated.to(out.dtype.element_ty), mask=in_v)
+        out_row += out_stride
 
 
 @triton.jit(do_not_specialize=["num_slots"])
