@@ -1,5 +1,6 @@
-"""Launch configurations of the decode kernel, as data with reasons; the sweep that chose them is in `results/`."""
+"""Launch configurations of the decode and verify kernels, as data with reasons; the sweep that chose decode's is in `results/`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from optimized.arch import CPU, GPUS
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch configuration of the decode kernel.
+    """Launch configuration of a kernel; verify keeps all rows in one pass.
 
     rows: of V in a pass. warps. stages: of the pipeline over passes, where there are several.
     chunk: of K; the fewer keys in one, the fewer lanes share a row. pdl: may start while the kernel before it ends.
@@ -60,10 +61,21 @@ TILES = (
     TileRule(NO_PDL, torch.bfloat16, None, Tile(8, 1, 4, 128), f"{MANY}; not measured here"),
 )
 
+RESIDENT = "the whole state of a head stays in registers; two programs of four warps share an SM, one computes while one loads"
 
-def tile(arch_name: str, state_dtype: torch.dtype, programs: int) -> Tile:
+VERIFY = (
+    TileRule((CPU,), torch.float32, None, Tile(128, 4, 1), "fewest interpreted operations"),
+    TileRule((CPU,), torch.bfloat16, None, Tile(128, 4, 1), "fewest interpreted operations"),
+    TileRule(PDL, torch.float32, None, Tile(128, 4, 1, 32, True), f"{RESIDENT}; not measured"),
+    TileRule(PDL, torch.bfloat16, None, Tile(128, 4, 1, 32, True), f"{RESIDENT}; not measured"),
+    TileRule(NO_PDL, torch.float32, None, Tile(128, 4, 1, 32), f"{RESIDENT}; not measured"),
+    TileRule(NO_PDL, torch.bfloat16, None, Tile(128, 4, 1, 32), f"{RESIDENT}; not measured"),
+)
+
+
+def tile(arch_name: str, state_dtype: torch.dtype, programs: int, rules: Sequence[TileRule] = TILES) -> Tile:
     """The first rule that covers the architecture, the state's dtype and the count of programs."""
-    for rule in TILES:
+    for rule in rules:
         if arch_name in rule.archs and rule.state_dtype == state_dtype and (rule.programs is None or programs <= rule.programs):
             return rule.tile
     raise ValueError(f"tile: none for {arch_name} with a {state_dtype} state; add a row to TILES")

@@ -1,0 +1,101 @@
+"""FLA's recurrence under contract A: a state for each token, one of which the next call starts from.
+
+The recurrence and the gated norm are fla-core's; it has no convolution over a window with drafts, so that one is torch. Rounds
+where the chain stores: the convolution's output and the core. Source: `fla.ops.kda.fused_recurrent`, flash-linear-attention 0.6.0.
+"""
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optimized import interpreter
+from optimized.peers.fla import _row_inside
+from reference import validate
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its greetings, as in `fla`
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+
+def verify_snapshots(
+    q: Tensor,
+    k: Tensor,
+    *,
+    v: Tensor,
+    f: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    state: Tensor,
+    window: Tensor,
+    slots: Tensor,
+    accepted: Tensor,
+    fresh: Tensor | None = None,
+    lower_bound: float | None,
+    norm_eps: float = 1e-5,
+) -> Tensor:
+    """`reference.kda_verify.verify_snapshots` with FLA's kernels; arguments, pools, errors and return value as there."""
+    sizes = validate.kda_snapshots(
+        q, k, v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
+        state=state, window=window, slots=slots, accepted=accepted, fresh=fresh, lower_bound=lower_bound, norm_eps=norm_eps,
+    )  # fmt: skip
+    validate.kernel_dtypes(q.dtype, state.dtype)
+    if q.device.type == "cpu":
+        interpreter.require("q")
+        validate.snapshots(slots, sizes.slots)
+        validate.accepted(accepted, slots[:, 0], sizes.slots, sizes.drafts, fresh)
+    n, width, heads = sizes.sequences, 1 + sizes.drafts, sizes.heads
+    if q.numel() == 0 or sizes.slots == 0:
+        return torch.zeros_like(v)
+
+    live = (slots[:, 0] >= 0) & (slots[:, 0] < sizes.slots)
+    new = torch.zeros_like(live) if fresh is None else fresh
+    accepted = accepted.masked_fill(new, 0).clamp(min=1)
+    state[slots[live & new, 0].long()] = 0
+    conv = _convolved(torch.cat([q, k, v], dim=1).view(n, width, -1), conv_weight, window, slots[:, 0], accepted, live, new)
+    widths = [x.shape[1] for x in (q, k, v)]
+    q, k, v = (x.reshape(1, n * width, heads, -1) for x in conv.flatten(0, 1).split(widths, dim=1))
+
+    row = heads * sizes.value_dim * sizes.key_dim
+    if sizes.slots <= 1:  # the stride of a single slot may be anything
+        state = state.as_strided(state.shape, (row, *state.stride()[1:]))
+    scratch = state.new_empty(state.stride(0) + row)  # FLA's kernel can't skip padding
+    core, _ = fused_recurrent_kda_fwd(
+        q=q.contiguous(),
+        k=k.contiguous(),
+        v=v.contiguous(),
+        g=f.reshape(1, n * width, heads, -1).contiguous(),
+        beta=beta.reshape(1, n * width, heads).contiguous(),
+        A_log=a_log,
+        dt_bias=dt_bias,
+        initial_state=state,
+        inplace_final_state=True,
+        state_v_first=True,
+        cu_seqlens=torch.arange(0, (n + 1) * width, width, device=q.device),
+        ssm_state_indices=torch.where(live[:, None], slots.long(), _row_inside(scratch, state)),
+        num_accepted_tokens=torch.where(live, accepted, 1),
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        lower_bound=lower_bound,
+        out=torch.empty_like(v, memory_format=torch.contiguous_format),
+    )
+    heads_of = (n * width, heads, sizes.value_dim)
+    out = rms_norm_gated(core.view(heads_of), gate.reshape(heads_of), norm_weight, None, activation="sigmoid", eps=norm_eps)
+    return torch.where(live.repeat_interleave(width)[:, None], out.flatten(1), 0)
+
+
+def _convolved(raw: Tensor, weight: Tensor, window: Tensor, slots: Tensor, accepted: Tensor, live: Tensor, fresh: Tensor) -> Tensor:
+    """SiLU of the convolution of raw [N, 1+S, channels] after each sequence's live taps; `window` is updated in place."""
+    index, taps = torch.where(live, slots, 0).long(), torch.arange(3, device=raw.device)
+    carried = window[index[:, None], (torch.where(live, accepted, 1) - 1)[:, None] + taps]
+    carried = torch.where((live & ~fresh)[:, None, None], carried, 0)
+    inputs = torch.cat([carried, raw], dim=1)
+    window[index[live]] = inputs[live, 1:]
+    return F.silu((inputs.unfold(1, 4, 1).float() * weight.float()).sum(-1)).to(raw.dtype)
