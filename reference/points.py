@@ -14,7 +14,8 @@ from torch import Tensor
 At = Callable[[str, Tensor], Tensor]
 
 KDA_CELL = ("conv", "q", "k", "g", "decay", "beta", "read", "delta", "state", "core", "norm", "gate", "out")
-BOUNDARY = frozenset({"state", "out"})  # what is stored; everything else is interior
+KDA_MIXER = ("proj_qkv", "proj_f_a", "proj_f", "proj_g_a", "proj_g", "proj_b", *KDA_CELL, "o_proj")
+BOUNDARY = frozenset({"state", "out"})  # of the cell: what is stored; everything else is interior
 
 ACTIVATION = "activation"  # in a contract: the dtype of the activations of the case
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -25,17 +26,19 @@ class Contract:
     """A precision contract: where an implementation rounds, as data.
 
     rounds: interior point -> dtype, or `ACTIVATION`. accumulate: how sums are formed. deterministic: equal inputs give
-    equal bits for one launch configuration.
+    equal bits for one launch configuration. points: of the operator, in order; the state and the last are its boundary.
     """
 
     rounds: Mapping[str, torch.dtype | str] = field(default_factory=dict)
     accumulate: str = "fp32"
     deterministic: bool = True
+    points: tuple[str, ...] = KDA_CELL
 
     def __post_init__(self) -> None:
-        unknown = [point for point in self.rounds if point not in KDA_CELL or point in BOUNDARY]
+        inside = [point for point in self.points[:-1] if point != "state"]
+        unknown = [point for point in self.rounds if point not in inside]
         if unknown:
-            interior = ", ".join(point for point in KDA_CELL if point not in BOUNDARY)
+            interior = ", ".join(inside)
             raise ValueError(f"contract: {', '.join(unknown)} can't round; interior points are {interior}")
         if self.accumulate not in ("fp32", "mma_bf16", "mma_tf32", "mma_fp8"):
             raise ValueError(f"contract: accumulate is one of fp32, mma_bf16, mma_tf32, mma_fp8, got {self.accumulate!r}")

@@ -40,12 +40,17 @@ def _fail(argument: str, expected: str, got: object, hint: str, kind: type[Excep
     raise kind(f"{argument}: expected {expected}, got {got}; {hint}")
 
 
-def _tensor(name: str, x: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+CELL_SIZES = "heads come from beta [T, H], K and V from q and v"
+
+
+def _tensor(
+    name: str, x: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, hint: str = CELL_SIZES
+) -> None:
     if not isinstance(x, Tensor):
         _fail(name, "a tensor", type(x).__name__, "pass a torch.Tensor", TypeError)
         return
     if tuple(x.shape) != shape:
-        _fail(name, f"shape {list(shape)}", list(x.shape), "heads come from beta [T, H], K and V from q and v")
+        _fail(name, f"shape {list(shape)}", list(x.shape), hint)
     if x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         _fail(name, f"dtype {names}", str(x.dtype).removeprefix("torch."), f"convert it with {name}.to(...)", TypeError)
@@ -122,9 +127,13 @@ def _kda_cell(
     _tensor("norm_weight", norm_weight, (value_dim,), FLOATS, device)
     _contiguous(norm_weight=norm_weight)
     _pools_and_weights(sizes, q.dtype, device, conv_weight, a_log, dt_bias, state, window, slots, lower_bound)
+    _norm_eps(norm_eps)
+    return sizes
+
+
+def _norm_eps(norm_eps: object) -> None:
     if not (isinstance(norm_eps, float) and 0 < norm_eps < math.inf):
         _fail("norm_eps", "a positive finite float", norm_eps, "GLM-5.3-Flash has 1e-5")
-    return sizes
 
 
 def _dimensions(state: object, slots: object) -> None:
@@ -155,12 +164,18 @@ def _pools_and_weights(
     lower_bound: float | None,
 ) -> None:
     """What the recurrence needs beside its tokens."""
-    heads, key_dim, value_dim = sizes.heads, sizes.key_dim, sizes.value_dim
     _tensor("conv_weight", conv_weight, (sizes.channels, 4), FLOATS, device)
-    _tensor("a_log", a_log, (heads,), (torch.float32, torch.float64), device)
-    _tensor("dt_bias", dt_bias, (heads * key_dim,), (torch.float32, torch.float64), device)
+    _tensor("a_log", a_log, (sizes.heads,), (torch.float32, torch.float64), device)
+    _tensor("dt_bias", dt_bias, (sizes.heads * sizes.key_dim,), (torch.float32, torch.float64), device)
     _contiguous(conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias)
+    _pools(sizes, activation, device, state, window, slots, lower_bound)
 
+
+def _pools(
+    sizes: KdaSizes, activation: torch.dtype, device: torch.device, state: Tensor, window: Tensor, slots: Tensor, lower_bound: float | None
+) -> None:
+    """The pools, and where a call's rows of them lie."""
+    heads, key_dim, value_dim = sizes.heads, sizes.key_dim, sizes.value_dim
     _tensor("state", state, (sizes.slots, heads, value_dim, key_dim), FLOATS, device)
     row = (value_dim * key_dim, key_dim, 1)
     if state.numel() and (state.stride()[1:] != row or (sizes.slots > 1 and state.stride(0) < heads * value_dim * key_dim)):
