@@ -1,0 +1,45 @@
+"""The FLA baseline of `kda.mixer`: a linear for each weight, as in FLA's own layer, and its decode chain."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optimized import interpreter
+from optimized.peers import eager_mixer
+from reference import validate, validate_mixer
+from reference.batch import Batch
+from reference.kda_weights import KdaWeights
+
+
+@torch.no_grad()
+def mixer(
+    hidden: Tensor,
+    weights: KdaWeights,
+    *,
+    state: Tensor,
+    window: Tensor,
+    batch: Batch,
+    lower_bound: float | None,
+    norm_eps: float = 1e-5,
+) -> Tensor:
+    """`reference.kda_mixer.mixer` of generation batches with FLA's kernels; arguments, pools, errors and return value as there.
+
+    Contexts are refused. Copies and tuning as in `peers.fla.decode`, and the taps of q, k and v are joined at each call.
+    """
+    from optimized.peers import fla
+
+    sizes = validate_mixer.weights(weights)
+    validate_mixer.call(hidden, sizes, state=state, window=window, batch=batch, lower_bound=lower_bound, norm_eps=norm_eps)
+    validate.kernel_dtypes(hidden.dtype, state.dtype)
+    if batch.cu_seqlens is not None:
+        raise ValueError(f"batch: expected generations only, got {batch.contexts} contexts; FLA's prefill is another peer")
+    if hidden.device.type == "cpu":
+        interpreter.require("hidden")
+        validate_mixer.values(batch, hidden.shape[0], state.shape[0])
+    mixed = fla.decode(
+        **eager_mixer.project(hidden, weights), slots=batch.slots, fresh=batch.fresh,
+        conv_weight=torch.cat([weights.q_conv1d, weights.k_conv1d, weights.v_conv1d])[:, 0],
+        a_log=weights.A_log, dt_bias=weights.dt_bias, norm_weight=weights.o_norm,
+        state=state, window=window, lower_bound=lower_bound, norm_eps=norm_eps,
+    )  # fmt: skip
+    return F.linear(mixed, weights.o_proj)
