@@ -1,15 +1,18 @@
 """The eager baseline of `kda.mixer`: a linear for each weight and the eager cell."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from optimized.peers import eager
 from reference import kda, validate, validate_mixer
-from reference.batch import Batch
+from reference.batch import Batch, Phase
 from reference.kda_weights import KdaWeights
 
-CELLS = {"decode": eager.decode, "prefill": kda.prefill}
+CELLS: Mapping[Phase, Callable[..., Tensor]] = {"decode": eager.decode, "prefill": kda.prefill}
 
 
 @torch.no_grad()
@@ -30,7 +33,7 @@ def mixer(
     if hidden.device.type == "cpu":
         validate_mixer.values(batch, hidden.shape[0], state.shape[0])
     activations = project(hidden, weights)
-    layer = dict(
+    layer: dict[str, Any] = dict(
         conv_weight=torch.cat([weights.q_conv1d, weights.k_conv1d, weights.v_conv1d])[:, 0],
         a_log=weights.A_log, dt_bias=weights.dt_bias, norm_weight=weights.o_norm,
         state=state, window=window, lower_bound=lower_bound, norm_eps=norm_eps,
