@@ -47,7 +47,7 @@ def mixer(
     validate_mixer.call(
         hidden, weights.sizes, state=state, window=window, batch=batch, lower_bound=lower_bound, norm_eps=norm_eps
     )  # fmt: skip
-    validate.kernel_dtypes(hidden.dtype, state.dtype)
+    validate.kernel_dtypes(hidden.dtype, state.dtype, "hidden")
     if hidden.device.type == "cpu":
         interpreter.require("hidden")
         validate_mixer.values(batch, hidden.shape[0], state.shape[0])
@@ -149,19 +149,21 @@ CELLS: Mapping[Phase, Callable[..., Tensor]] = {"decode": _decode, "prefill": _p
 def _beside(overlap: bool, device: torch.device) -> Iterator[Callable[[], None]]:
     """What is inside runs on a second stream; the current one waits for it when the yielded function is called.
 
-    Its tensors need no record_stream: that stream allocates only in here, after it has waited for all that used the last ones.
+    Its tensors need no record_stream: each stream has a second one of its own, which allocates only in here, when it has
+    waited for all that used the last ones.
     """
     if not overlap or device.type != "cuda":
         yield lambda: None
         return
-    current, side = torch.cuda.current_stream(device), _stream(device)
+    current = torch.cuda.current_stream(device)
+    side = _second_stream(device, current.cuda_stream)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         yield lambda: current.wait_stream(side)
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _second_stream(device: torch.device, first: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 

@@ -298,10 +298,10 @@ def _replay(
     return replace(sizes, drafts=drafts)
 
 
-def kernel_dtypes(activation: torch.dtype, state: torch.dtype) -> None:
+def kernel_dtypes(activation: torch.dtype, state: torch.dtype, name: str = "q") -> None:
     """What an optimized kernel takes: BF16, FP16 or FP32 activations over an FP32 or BF16 pool."""
     if activation not in FLOATS[:3]:
-        _fail("q", "dtype bfloat16, float16 or float32", activation, "float64 is for the reference", TypeError)
+        _fail(name, "dtype bfloat16, float16 or float32", activation, "float64 is for the reference", TypeError)
     if state not in (torch.float32, torch.bfloat16):
         _fail("state", "dtype float32 or bfloat16", state, "other pool dtypes are for the reference", TypeError)
 

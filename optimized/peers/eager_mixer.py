@@ -29,7 +29,7 @@ def mixer(
     """`reference.kda_mixer.mixer` in eager torch; arguments, pools, errors and return value as there. Contexts run the reference's cell."""
     sizes = validate_mixer.weights(weights)
     validate_mixer.call(hidden, sizes, state=state, window=window, batch=batch, lower_bound=lower_bound, norm_eps=norm_eps)
-    validate.kernel_dtypes(hidden.dtype, state.dtype)
+    validate.kernel_dtypes(hidden.dtype, state.dtype, "hidden")
     if hidden.device.type == "cpu":
         validate_mixer.values(batch, hidden.shape[0], state.shape[0])
     activations = project(hidden, weights)

@@ -26,16 +26,16 @@ def mixer(
 
     Contexts are refused. Copies and tuning as in `peers.fla.decode`, and the taps of q, k and v are joined at each call.
     """
-    from optimized.peers import fla
-
     sizes = validate_mixer.weights(weights)
     validate_mixer.call(hidden, sizes, state=state, window=window, batch=batch, lower_bound=lower_bound, norm_eps=norm_eps)
-    validate.kernel_dtypes(hidden.dtype, state.dtype)
+    validate.kernel_dtypes(hidden.dtype, state.dtype, "hidden")
     if batch.cu_seqlens is not None:
         raise ValueError(f"batch: expected generations only, got {batch.contexts} contexts; FLA's prefill is another peer")
     if hidden.device.type == "cpu":
         interpreter.require("hidden")
         validate_mixer.values(batch, hidden.shape[0], state.shape[0])
+    from optimized.peers import fla
+
     mixed = fla.decode(
         **eager_mixer.project(hidden, weights), slots=batch.slots, fresh=batch.fresh,
         conv_weight=torch.cat([weights.q_conv1d, weights.k_conv1d, weights.v_conv1d])[:, 0],

@@ -1,6 +1,7 @@
 """The fused mixer in the interpreter: within the gate from its own projections on, on one copy of the weights, with no copy of them."""
 
 import gc
+import importlib
 import importlib.util
 import inspect
 import weakref
@@ -28,7 +29,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
 from optimized import gemm, kda_decode, kda_mixer
-from optimized.peers import eager_mixer
+from optimized.peers import eager_mixer, fla_mixer
 
 pytestmark = pytest.mark.skipif(not interpreter.active(), reason="needs TRITON_INTERPRET=1 before the first import of triton")
 
@@ -332,6 +333,7 @@ REFUSED: list[tuple[str, type[Exception], Callable[[dict[str, Any]], dict[str, A
     ("weights", TypeError, lambda x: dict(weights=x["weights"].separate())),
     ("hidden", TypeError, lambda x: dict(hidden=x["hidden"].half())),
     ("hidden", ValueError, lambda x: dict(hidden=x["hidden"][:2])),
+    ("hidden", TypeError, lambda x: fused(case(generations=3, dtype=torch.float64))),
     ("slots", ValueError, lambda x: dict(batch=Batch(torch.ones(3, dtype=torch.int32)))),
     ("state", TypeError, lambda x: dict(state=x["state"].half())),
     ("cu_seqlens", ValueError, lambda x: dict(batch=replace(x["batch"], cu_seqlens=torch.tensor([0, 3], dtype=torch.int32)))),
@@ -347,15 +349,24 @@ def test_what_is_refused_is_named_and_touches_nothing(named: str, kind: type[Exc
     assert same_bits(given["state"], before)
 
 
-@pytest.mark.parametrize("mixer", [kda_mixer.mixer, eager_mixer.mixer], ids=["triton", "torch"])
+@pytest.mark.parametrize("mixer", [kda_mixer.mixer, eager_mixer.mixer, fla_mixer.mixer], ids=["triton", "torch", "fla"])
 def test_the_signature_is_the_references_but_for_points_and_the_form_of_the_weights(mixer: Callable[..., Tensor]) -> None:
     expected = inspect.signature(inspect.unwrap(reference.mixer)).parameters
     found = inspect.signature(inspect.unwrap(mixer)).parameters
     assert {name: (p.kind, p.default) for name, p in found.items()} == {k: (p.kind, p.default) for k, p in expected.items() if k != "at"}
 
 
-def test_the_eager_peer_takes_separate_weights_and_lies_near_the_reference() -> None:
+@pytest.mark.parametrize("peer", ["eager_mixer", "fla_mixer"])
+def test_peers_take_separate_weights_and_lie_near_the_reference(peer: str) -> None:
+    if peer == "fla_mixer" and importlib.util.find_spec("fla") is None:
+        pytest.skip("needs fla-core")
+    mixer = importlib.import_module(f"optimized.peers.{peer}").mixer
     given = case(generations=3)
-    out = eager_mixer.mixer(**{**given, "state": given["state"].clone(), "window": given["window"].clone()})
+    out = mixer(**{**given, "state": given["state"].clone(), "window": given["window"].clone()})
     gold = reference.mixer(**wide(given, torch.float64))
     assert (out - gold).norm() < limits.OTHER_CONFIGURATION * gold.norm()
+
+
+def test_flas_peer_refuses_contexts() -> None:
+    with pytest.raises(ValueError, match=r"^batch: expected generations only, got 2 contexts; "):
+        fla_mixer.mixer(**case(3, 1, generations=1))
