@@ -16,7 +16,7 @@ from reference.validate_mixer import MixerSizes
 WIDE = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj")
 GATES = ("f_b_proj", "g_b_proj")
 CONV = ("q_conv1d", "k_conv1d", "v_conv1d")
-COUNTERS = 2048  # tiles of one GEMM whose K is split
+COUNTERS = 8192  # tiles of one GEMM whose K is split
 
 
 @dataclass(frozen=True)
