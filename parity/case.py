@@ -8,6 +8,7 @@ from torch import Tensor
 from parity import regimes
 from parity.buffers import GuardedRows, same_bits
 from parity.problem import Problem
+from parity.tokens import Tokens
 
 SPARE_SLOTS = 2  # slots that no sequence of the case names
 POOL_GAP = 48  # elements between slots: a padded pool
@@ -39,10 +40,11 @@ class Pools:
 
 @dataclass
 class StepInputs:
-    """The activations of one step, as views of one wide projection, and that projection."""
+    """The arguments of one step: activations as views of one wide projection; that projection; the same, run by run."""
 
     projection: GuardedRows
     tensors: dict[str, Tensor]
+    tokens: Tokens
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Call:
     inputs: StepInputs
     state_before: Tensor  # [N, H, V, K], the candidate's own
     window_before: Tensor  # [N, 3, channels]
-    out: Tensor  # [N, H, V]
+    out: Tensor  # [T, H, V]
     inputs_intact: bool
 
 
@@ -113,4 +115,4 @@ class Case:
         views = dict(zip(x, projection.rows.split([part.shape[1] for part in x.values()], dim=1), strict=True))
         for name, part in x.items():
             views[name].copy_(part)
-        return StepInputs(projection, views)
+        return StepInputs(projection, views, Tokens.single(views))

@@ -133,14 +133,15 @@ class Tally:
         over = ratio.over(limit)
         stale = (~step.window_exact).nonzero()
         if self.first is None and (over > 1 or len(stale)):
-            tensor, (sequence, head) = (name, ratio.worst) if over > 1 else ("window", (int(stale[0]), 0))
-            self.first = localize.first_divergence(self.oracle, pools, step, tensor, sequence, head)
+            tensor, (row, head) = (name, ratio.worst) if over > 1 else ("window", (int(stale[0]), 0))
+            self.first = localize.first_divergence(self.oracle, pools, step, tensor, row, head)
             if over > 1:
                 by_head = ratio.head / limit.head >= ratio.tensor / limit.tensor
                 self.first |= {"noise_ratio": ratio.head if by_head else ratio.tensor, "limit": limit.head if by_head else limit.tensor}
                 self.first |= {"limit_of": "head" if by_head else "tensor"}
         if over > 1 and (self.largest is None or over > self.largest["over"]):
-            sequence, head = ratio.worst
+            row, head = ratio.worst
+            sequence = step.call.inputs.tokens.place(row)[0] if name == "output" else row
             self.largest = {"step": step.call.number, "tensor": name, "sequence": sequence, "head": head, "over": over}
 
     def beyond(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The reference as the harness asks it: one step from given states, in a given dtype, with given roundings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parity.case import Case
+from parity.tokens import Tokens
 from reference import kda
 from reference.points import At, Contract, exact, grafted, rounding, tapped
 from reference.precision import full_precision
@@ -15,15 +16,15 @@ from reference.precision import full_precision
 
 @dataclass
 class Prediction:
-    """One step's boundary tensors, unrounded: out [N, H, V], state [N, H, V, K], window [N, 3, channels].
+    """One step's boundary tensors, unrounded: out [T, H, V], state [N, H, V, K], window [N, 3, channels].
 
-    rounded: what the contract's interior roundings left, by point; filled in for the gold.
+    rounded: what the contract's interior roundings left, by point, token by token; filled in for the gold.
     """
 
     out: Tensor
     state: Tensor
     window: Tensor
-    rounded: dict[str, Tensor] = field(default_factory=dict)
+    rounded: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 class Oracle:
@@ -37,33 +38,45 @@ class Oracle:
 
     @full_precision
     def predict(
-        self, x: dict[str, Tensor], state: Tensor, window: Tensor, dtype: torch.dtype, at: At = exact, **changed: object
+        self, tokens: Tokens, state: Tensor, window: Tensor, dtype: torch.dtype, at: At | Sequence[At] = exact, **changed: object
     ) -> Prediction:
-        """One step from rows `state` [N, H, V, K] and `window` [N, 3, channels]; `changed` replaces weights or settings."""
-        given = {**self.case.weights, **self.case.settings, **x, **changed}
-        arguments: dict[str, Any] = {name: value.to(dtype) if isinstance(value, Tensor) else value for name, value in given.items()}
-        qkv = torch.cat([arguments.pop(name) for name in "qkv"], dim=1)
-        f, beta, gate = (arguments.pop(name) for name in ("f", "beta", "gate"))
-        out, new_state, new_window = kda.step(qkv, f, beta, gate, state.to(dtype), window.to(dtype), **arguments, at=at)
-        return Prediction(out.unflatten(1, (state.shape[1], -1)), new_state, new_window)
+        """One step from rows `state` [N, H, V, K] and `window` [N, 3, channels].
 
-    def exact(self, x: dict[str, Tensor], state: Tensor, window: Tensor) -> Prediction:
+        at: one for all tokens, or one for each. `changed` replaces weights or settings.
+        """
+        given = {**self.case.weights, **self.case.settings, **changed}
+        weights: dict[str, Any] = {name: value.to(dtype) if isinstance(value, Tensor) else value for name, value in given.items()}
+        x = {name: value.to(dtype) for name, value in tokens.x.items()}
+        qkv = torch.cat([x[name] for name in "qkv"], dim=2)
+        state, window = state.to(dtype), window.to(dtype)
+        stored, outs = (state, window), []
+        for t in range(tokens.longest):
+            now = at if callable(at) else at[t]
+            out, *after = kda.step(qkv[:, t], x["f"][:, t], x["beta"][:, t], x["gate"][:, t], state, window, **weights, at=now)
+            outs.append(out)
+            state, window = _where(tokens.runs(t), after, (state, window))
+            stored = _where(tokens.stores(t), (state, window), stored)
+        out = tokens.packed(torch.stack(outs, dim=1)) if outs else qkv.new_zeros(0, state.shape[1] * state.shape[2])
+        return Prediction(out.unflatten(1, (state.shape[1], -1)), *stored)
+
+    def exact(self, tokens: Tokens, state: Tensor, window: Tensor) -> Prediction:
         """FP64, nothing rounded."""
-        return self.predict(x, state, window, torch.float64, self._watched(exact))
+        return self.predict(tokens, state, window, torch.float64, self._watched(exact))
 
-    def gold(self, x: dict[str, Tensor], state: Tensor, window: Tensor) -> Prediction:
+    def gold(self, tokens: Tokens, state: Tensor, window: Tensor) -> Prediction:
         """FP64, rounded at interior points where the contract says so."""
-        values: dict[str, Tensor] = {}
-        gold = self.predict(x, state, window, torch.float64, self._watched(tapped(values, rounding(self.roundings), self.roundings)))
+        values: list[dict[str, Tensor]] = [{} for _ in range(tokens.longest)]
+        ats = [self._watched(tapped(each, rounding(self.roundings), self.roundings)) for each in values]
+        gold = self.predict(tokens, state, window, torch.float64, ats)
         gold.rounded = values
         return gold
 
-    def floor(self, x: dict[str, Tensor], state: Tensor, window: Tensor, gold: Prediction) -> Prediction:
+    def floor(self, tokens: Tokens, state: Tensor, window: Tensor, gold: Prediction) -> Prediction:
         """What is healthy: the FP32 reference, going on from the gold's values where the contract rounds.
 
-        A rounding swallows the noise before it, or flips it at a near tie: that is settled head by head, and no noise.
+        A rounding swallows the noise before it, or flips it at a near tie: that is allowed for head by head, and no noise.
         """
-        return self.predict(x, state, window, torch.float32, grafted(gold.rounded))
+        return self.predict(tokens, state, window, torch.float32, [grafted(values) for values in gold.rounded])
 
     def _watched(self, at: At) -> At:
         def watch(name: str, x: Tensor) -> Tensor:
@@ -72,6 +85,17 @@ class Oracle:
             return at(name, x)
 
         return watch
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+def _where(which: Tensor | None, new: Sequence[Tensor], old: Pair) -> Pair:
+    """`new` for some sequences, `old` for the others; None: new for all."""
+    if which is None:
+        return new[0], new[1]
+    state, window = (torch.where(which.view(-1, *[1] * (b.ndim - 1)), a, b) for a, b in zip(new, old, strict=True))
+    return state, window
 
 
 Operator = Callable[..., Tensor]
