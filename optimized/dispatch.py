@@ -29,10 +29,13 @@ class Choice:
     rejected: tuple[tuple[str, str], ...]
 
 
+TABLES = {"kda.decode": tiles.TILES, "kda.verify": tiles.VERIFY}
 RULES = (
     Rule("kda.decode", GPUS, "triton", "the whole cell in one launch, state updated in place by slot"),
     Rule("kda.decode", GPUS, "fla", "conv update, fused recurrence by slot and gated norm in three or more launches"),
     Rule("kda.decode", (*GPUS, CPU), "torch", "a chain of torch operators, gathers and scatters the rows"),
+    Rule("kda.verify", GPUS, "triton", "replay, golden token and drafts in one launch, the state read once and stored once"),
+    Rule("kda.verify", (*GPUS, CPU), "torch", "the eager decode token by token on copies of the rows"),
 )
 
 
@@ -55,7 +58,7 @@ def choose(work: Workload, without: Collection[str] = ()) -> Choice:
             continue
         runs, reason = known[rule.impl].supports(work) if rule.impl in known else (False, "not registered")
         if runs:
-            chosen = tiles.tile(work.arch, work.state_dtype, work.batch * work.heads) if rule.impl == "triton" else None
+            chosen = tiles.tile(work.arch, work.state_dtype, work.batch * work.heads, TABLES[work.op]) if rule.impl == "triton" else None
             return Choice(rule.impl, rule.reason, chosen, tuple(rejected))
         rejected.append((rule.impl, reason))
     told = "; ".join(f"{name}: {reason}" for name, reason in rejected)

@@ -177,6 +177,19 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             ("torch",),
             capturable=False,  # the rows of padding are selected on the host
         ),
+        Implementation(
+            "kda.verify", "triton", "optimized.kda_verify:verify", Contract(), ("kda_verify_kernel",), _triton_runs, ("triton",)
+        ),
+        Implementation(
+            "kda.verify",
+            "torch",
+            "optimized.peers.eager_verify:verify",
+            Contract(rounds={"conv": ACTIVATION, "core": ACTIVATION}),
+            ("aten::bmm", "aten::baddbmm_", "aten::silu"),
+            _torch_runs,
+            ("torch",),
+            capturable=False,
+        ),
     )
 }
 

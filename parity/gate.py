@@ -53,7 +53,7 @@ def blank(problem: Problem, impl: Implementation, reference: Implementation | No
     return {
         "case": str(problem), "op": problem.op, "impl": impl.name, "reference": reference.name if reference else REFERENCE,
         "model": problem.model, "arch": problem.workload().arch, "heads": problem.heads, "batch": problem.batch,
-        "tokens": problem.batch, "dtype": problem.dtype, "state_dtype": problem.state_dtype, "regime": problem.regime,
+        "tokens": problem.tokens, "dtype": problem.dtype, "state_dtype": problem.state_dtype, "regime": problem.regime,
         "steps": problem.steps, "seed": problem.seed, "impl_hash": impl.source_hash(), "contract": contract,
         "verdict": Verdict.VACUOUS, "reason": "", "path": None, "output": None, "state": None, "drift": [], "growth_slope": None,
         "first_divergence": None, "invariants": {}, "memory": None, "seconds": 0.0,
@@ -90,7 +90,7 @@ def _run(problem: Problem, impl: Implementation, reference: Implementation | Non
 
 def _prove(case: Case, impl: Implementation, reference: Implementation | None) -> Proof:
     """One observed step, apart from everything that is judged."""
-    call, pools, inputs = impl.load(), case.pools(), case.inputs(invariants.FIRST_STEP)
+    call, pools, inputs = impl.load(), case.pools(), case.inputs(1)
     if case.problem.device.startswith("cuda"):  # what tunes or compiles itself does so here
         trajectory.run(call, case, case.pools(), inputs.tensors)
     tensors = [*inputs.tensors.values(), pools.state, pools.window]

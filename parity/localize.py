@@ -15,6 +15,7 @@ from torch import Tensor
 from parity import limits, metrics
 from parity.case import Pools
 from parity.oracle import Oracle, Prediction
+from parity.phases import PHASES
 from parity.tokens import Tokens
 from parity.trajectory import Step
 from reference.points import BOUNDARY, KDA_CELL, At, exact, rounding
@@ -125,6 +126,10 @@ def _hypotheses(oracle: Oracle, step: Step, sequence: int) -> Iterator[Hypothesi
         yield Hypothesis(point, f"{point} not rounded, against its contract", unrounded)
     if oracle.roundings:
         yield Hypothesis("conv", "nothing rounded inside, against its contract", oracle.predict(tokens, state, window, torch.float64))
+    inputs = step.call.inputs
+    for cause, runs in PHASES[oracle.case.problem.op].mistaken(oracle.case, step.call.number, inputs.activations).items():
+        own = runs[sequence : sequence + 1]
+        yield Hypothesis("state", cause, oracle.predict(own, state, window, torch.float64, rounding(oracle.roundings)))
     yield Hypothesis("decay", "decay applied after the update", predict(_decay_after_update()))
     yield Hypothesis("decay", "no decay", predict(_replaced("decay", 1.0)))
     yield Hypothesis("delta", "update dropped", predict(_replaced("delta", 0.0)))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parity.case import Case
 from parity.tokens import Tokens
-from reference import kda
+from reference import kda, kda_verify
 from reference.points import At, Contract, exact, grafted, rounding, tapped
 from reference.precision import full_precision
 
@@ -103,5 +103,5 @@ Operator = Callable[..., Tensor]
 
 def entry_points() -> frozenset[object]:
     """Code of the reference's operators: a candidate that enters one of these is compared with itself."""
-    functions = (kda.decode, kda.prefill, kda.step)
+    functions = (kda.decode, kda.prefill, kda.step, kda_verify.verify, kda_verify.commit)
     return frozenset(getattr(function, "__wrapped__", function).__code__ for function in functions)

@@ -1,18 +1,21 @@
 """A problem: everything that makes a parity row reproducible, and its one-line spelling."""
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
+from typing import Any
 
 import torch
 
 from optimized import arch, registry
+from parity.phases import PHASES
 from reference.points import DTYPES
 from reference.presets import Preset, preset
 
+DRAFTS = 3  # of a verify, unless a problem says otherwise
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-RANGES = {"heads": (1, 4096), "batch": (0, 1 << 20), "steps": (0, 1 << 20), "seed": (-1, (1 << 31) - 1)}
+RANGES = {"heads": (1, 4096), "batch": (0, 1 << 20), "drafts": (0, 7), "steps": (0, 1 << 20), "seed": (-1, (1 << 31) - 1)}
 
 
 def check_device(device: str) -> None:
@@ -28,12 +31,13 @@ def check_device(device: str) -> None:
 
 @dataclass(frozen=True)
 class Problem:
-    """One row of a sweep. heads: on this rank. batch: sequences. seed -1: derived from everything else."""
+    """One row of a sweep. heads: on this rank. batch: sequences. drafts: S of a verify. seed -1: derived from everything else."""
 
     op: str
     model: str = "glm-5.3-flash"
     heads: int = 2
     batch: int = 2
+    drafts: int = 0
     dtype: str = "bf16"
     state_dtype: str = "fp32"
     regime: str = "random"
@@ -54,13 +58,26 @@ class Problem:
         check_device(self.device)
         if self.op not in registry.operators():
             raise ValueError(f"operator: expected one of {', '.join(registry.operators())}, got {self.op!r}")
+        if self.drafts and not PHASES[self.op].drafted:
+            raise ValueError(f"drafts: {self.op} takes none, got {self.drafts}")
+        if not self.drafts and PHASES[self.op].drafted:
+            object.__setattr__(self, "drafts", DRAFTS)
         if self.seed < 0:
             object.__setattr__(self, "seed", self._derived_seed())
 
     def _derived_seed(self) -> int:
         """Stable over processes. The device and the count of steps are left out: a longer run starts with the same steps."""
-        key = "|".join(str(getattr(self, f.name)) for f in fields(self) if f.name not in ("seed", "device", "steps"))
+        key = "|".join(str(getattr(self, f.name)) for f in self._shown() if f.name not in ("seed", "device", "steps"))
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1
+
+    def _shown(self) -> list[Field[Any]]:
+        """The fields that mean something to this operator."""
+        return [f for f in fields(self) if f.name != "drafts" or self.drafts]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, of all sequences."""
+        return self.batch * (1 + self.drafts)
 
     @property
     def shape(self) -> Preset:
@@ -82,7 +99,7 @@ class Problem:
         )
 
     def __str__(self) -> str:
-        settings = ",".join(f"{_option(f.name)}={getattr(self, f.name)}" for f in fields(self)[1:])
+        settings = ",".join(f"{_option(f.name)}={getattr(self, f.name)}" for f in self._shown()[1:])
         return f"{self.op}:{settings}"
 
 

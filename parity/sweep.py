@@ -11,6 +11,7 @@ from typing import Any
 from optimized import registry
 from optimized.registry import Implementation
 from parity import gate, record
+from parity.phases import PHASES
 from parity.problem import Problem, parse
 from parity.record import Record, Row, Verdict
 from parity.regimes import DEFAULT_REGIMES
@@ -24,6 +25,7 @@ class Options:
     model: tuple[str, ...] = ("glm-5.3-flash",)
     heads: tuple[int, ...] = (2,)
     batch: tuple[int, ...] = (2,)
+    drafts: tuple[int, ...] = (0,)
     dtype: tuple[str, ...] = ("bf16",)
     state_dtype: tuple[str, ...] = ("fp32", "bf16")
     regime: tuple[str, ...] = DEFAULT_REGIMES
@@ -36,7 +38,7 @@ class Options:
 
 ON_GPU = replace(Options(), heads=(16, 64), batch=(1, 16), steps=64)
 LISTS = {field.name for field in fields(Options) if field.name not in ("steps", "reference", "device")}
-NUMBERS = {"heads", "batch", "seed"}
+NUMBERS = {"heads", "batch", "drafts", "seed"}
 
 
 def layered(device: str, config: Path | None, given: dict[str, Any]) -> Options:
@@ -119,10 +121,11 @@ def problems(options: Options) -> list[Problem]:
 
 
 def _product(op: str, options: Options) -> Iterator[Problem]:
-    for model, heads, batch, dtype, state_dtype, regime, seed in itertools.product(
-        options.model, options.heads, options.batch, options.dtype, options.state_dtype, options.regime, options.seed
+    drafts = options.drafts if PHASES[op].drafted else (0,)
+    for model, heads, batch, count, dtype, state_dtype, regime, seed in itertools.product(
+        options.model, options.heads, options.batch, drafts, options.dtype, options.state_dtype, options.regime, options.seed
     ):
-        yield Problem(op, model, heads, batch, dtype, state_dtype, regime, options.steps, options.device, seed)
+        yield Problem(op, model, heads, batch, count, dtype, state_dtype, regime, options.steps, options.device, seed)
 
 
 def run(

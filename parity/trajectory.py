@@ -103,7 +103,7 @@ def slices(case: Case) -> Iterator[slice]:
 
 def run(call: Operator, case: Case, pools: Pools, x: dict[str, Tensor], **changed: Any) -> Tensor:
     """One call of an implementation on pools; `changed` replaces arguments. TypeError when what comes back is no output."""
-    arguments = {**case.given, **case.settings, **x, "state": pools.state, "window": pools.window, "slots": pools.slots, **changed}
+    arguments = {**case.given, **case.settings, **x, **pools.arguments(), **changed}
     q, k = arguments.pop("q"), arguments.pop("k")
     try:
         out = call(q, k, **arguments)
