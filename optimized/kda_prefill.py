@@ -1,0 +1,406 @@
+"""`kda.prefill` in three launches: chunks prepared all at once, a scan over them, the gated norm.
+
+prepare: convolution, norms, gate, cumulative decays, the Gram matrices of a chunk and its inverse; what the scan needs of a
+chunk goes to a dense workspace. scan: one program carries V rows of the state [V, K] of a head through the chunks of a
+sequence, in FP32; rows of V are independent. norm: gated RMSNorm over V, in place. Chunks restart at each sequence: chunk i
+of sequence n lies at row cu_seqlens[n] // C + n + i of the workspace, so that no count is read on the host.
+Source: spec of the model, section 4.6; `reference.kda_chunk` is the same math.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from optimized import arch, interpreter
+from optimized.kda_decode import _shift, _sigmoid, _softplus
+from optimized.prefill_tiles import PrefillTile, prefill_tile
+from reference import validate
+from reference.kda import L2_EPS, MAX_A_LOG
+from reference.kda_chunk import least_log_decay
+from reference.points import ACTIVATION, Contract
+
+interpreter.repair()
+
+CONTRACT = Contract(
+    rounds=dict.fromkeys(("q_in", "k_in", "k_out", "aqk", "inv", "w", "u", "s_in", "dl", "core"), ACTIVATION), accumulate="mma_bf16"
+)
+LEAST_DOT = 16  # the smallest side of a matrix product
+ANCHOR_SPAN = 80.0  # nats: exp of it, and of its negative, are normal in FP32 and BF16
+
+
+def anchored(lower_bound: float | None, chunk: int) -> bool:
+    """Whether the decays of a chunk may be split at its middle: the gate is bounded and the chunk within ANCHOR_SPAN."""
+    return lower_bound is not None and -lower_bound * chunk <= ANCHOR_SPAN
+
+
+@triton.jit
+def _chunk_of(row, cu_seqlens, sequences, C: tl.constexpr):
+    """Sequence, offset in it and its first and last token, of a row of the workspace; empty when the row holds no chunk."""
+    low = row * 0
+    high = low + sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        before = tl.load(cu_seqlens + middle) // C + middle <= row
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle - 1)
+    begin = tl.load(cu_seqlens + low)
+    return low, (row - begin // C - low) * C, begin, tl.load(cu_seqlens + low + 1)
+
+
+@triton.jit
+def _conv_rows(x, x_stride, window, tap_stride, channel_stride, weight, section, column, first, i, valid, inside, carried):
+    """SiLU of the convolution of rows `i` of a chunk, [C, D]; what lies before the sequence comes from the window."""
+    y = tl.zeros([i.shape[0], column.shape[0]], tl.float32)
+    for tap in tl.static_range(4):
+        position = first + i + (tap - 3)  # in the sequence
+        mask = (valid & (position >= 0))[:, None] & inside[None, :]
+        t = tl.load(x + (i + (tap - 3)).to(tl.int64)[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if first == 0:
+            before = window + (position + 3)[:, None] * tap_stride + (section + column)[None, :] * channel_stride
+            mask = (valid & (position < 0))[:, None] & inside[None, :] & carried
+            t += tl.load(before, mask=mask, other=0.0).to(tl.float32)
+        y += t * tl.load(weight + (section + column) * 4 + tap, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return tl.where(valid[:, None], y * _sigmoid(y), 0.0)
+
+
+@triton.jit
+def _dot_split(a, b, acc, SPLIT: tl.constexpr):
+    """acc + a b of FP32 operands: exact products, or from halves in BF16, 2^-16 of each product away."""
+    if SPLIT:
+        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        a_low, b_low = (a - a_high.to(tl.float32)).to(tl.bfloat16), (b - b_high.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(a_low, b_high, acc)
+        acc = tl.dot(a_high, b_low, acc)
+        return tl.dot(a_high, b_high, acc)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _gram_anchored(q, k, decay_in, g, total, i, C: tl.constexpr, SPLIT: tl.constexpr):
+    """Products of rows [C, K] under their decays, split at the middle of the chunk, and k as it leaves the chunk."""
+    middle = tl.sum(tl.where((i <= C // 2)[:, None], g, 0.0), 0)[None, :]
+    gcum = tl.cumsum(g, 0)
+    rise = tl.exp(-middle)
+    right = k * tl.exp(middle - gcum)
+    zero = tl.zeros([C, C], tl.float32)
+    kk = _dot_split(k * decay_in * rise, tl.trans(right), zero, SPLIT)
+    qk = _dot_split(q * decay_in * rise, tl.trans(right), zero, SPLIT)
+    return kk, qk, right * tl.exp(total - middle)
+
+
+@triton.jit
+def _gram_safe(q, k, gcum, i, C: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr):
+    """The same for any gate: pairs by the halving that parts them, each split there, so that no exponent is positive."""
+    same = i[:, None] == i[None, :]
+    kk = tl.where(same, tl.sum(k * k, 1)[:, None], 0.0)
+    qk = tl.where(same, tl.sum(q * k, 1)[:, None], 0.0)
+    for level in tl.static_range(LEVELS):
+        half: tl.constexpr = C >> (level + 1)
+        pairs = tl.reshape(gcum, [C // (2 * half), 2 * half, K])
+        row = tl.arange(0, 2 * half)[None, :, None]
+        middle = tl.sum(tl.where(row == half, pairs, 0.0), 1)[:, None, :]  # the first row of the later half
+        decay = tl.reshape(tl.exp(tl.where(row >= half, pairs - middle, middle - pairs)), [C, K])
+        later = (i // half % 2 == 1)[:, None]
+        right = tl.trans(tl.where(later, 0.0, k * decay))
+        zero = tl.zeros([C, C], tl.float32)
+        block = (i // (2 * half))[:, None] == (i // (2 * half))[None, :]
+        kk += tl.where(block, _dot_split(tl.where(later, k * decay, 0.0), right, zero, SPLIT), 0.0)
+        qk += tl.where(block, _dot_split(tl.where(later, q * decay, 0.0), right, zero, SPLIT), 0.0)
+    return kk, qk
+
+
+@triton.jit
+def _inverse(a, i, C: tl.constexpr):
+    """(I + a)^-1 of a strictly lower a [C, C], by forward substitution in FP32: a series loses near-collinear keys."""
+    x = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for j in range(C - 1):
+        column = tl.sum(tl.where(i[None, :] == j, a, 0.0), 1)
+        row = tl.sum(tl.where(i[:, None] == j, x, 0.0), 0)
+        x -= column[:, None] * row[None, :]
+    return x
+
+
+@triton.jit(do_not_specialize=["num_slots", "sequences"])
+def kda_prefill_prepare_kernel(
+    q, k, v, f, beta, conv_weight, a_log, dt_bias, window, cu_seqlens, slots, fresh, w_out, q_out, k_out, u_out, aqk_out, decay_out,
+    q_stride, k_stride, v_stride, f_stride, beta_stride, window_stride, tap_stride, channel_stride,
+    num_slots, sequences, heads, lower_bound,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    BOUNDED: tl.constexpr, ANCHORED: tl.constexpr, HAS_FRESH: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+    RATE_MAX: tl.constexpr, LEAST_G: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    head = pid % heads
+    n, first, begin, end = _chunk_of(pid // heads, cu_seqlens, sequences, C)
+    slot = tl.load(slots + n).to(tl.int64)
+    if (begin + first >= end) | (slot < 0) | (slot >= num_slots):
+        return
+    carried = slot >= 0
+    if HAS_FRESH:
+        carried = tl.load(fresh + n) == 0
+    window += slot * window_stride
+    token = (begin + first).to(tl.int64)
+
+    i = tl.arange(0, C)
+    valid = i < end - begin - first
+    kk = tl.arange(0, BK)
+    vv = tl.arange(0, BV)
+    in_k, in_v = kk < K, vv < V
+    column, v_column = head * K + kk, head * V + vv
+    blob = pid.to(tl.int64)  # of this chunk and head
+    tile = blob * (C * BK) + i[:, None] * BK + kk[None, :]
+    dtype = w_out.dtype.element_ty
+
+    q_y = _conv_rows(
+        q + token * q_stride, q_stride, window, tap_stride, channel_stride, conv_weight, 0, column, first, i, valid, in_k, carried
+    )  # fmt: skip
+    k_y = _conv_rows(
+        k + token * k_stride, k_stride, window, tap_stride, channel_stride, conv_weight, heads * K, column, first, i, valid, in_k, carried
+    )  # fmt: skip
+    q_y *= (tl.rsqrt(tl.sum(q_y * q_y, 1) + EPS) * SCALE)[:, None]
+    k_y *= tl.rsqrt(tl.sum(k_y * k_y, 1) + EPS)[:, None]
+    mask = valid[:, None] & in_k[None, :]
+    x = tl.load(f + token * f_stride + i.to(tl.int64)[:, None] * f_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias + column, mask=in_k, other=0.0)[None, :]
+    log_rate = tl.load(a_log + head)
+    rate = tl.exp(tl.where(log_rate > RATE_MAX, RATE_MAX, log_rate))  # NaN stays NaN
+    if BOUNDED:
+        g = lower_bound * _sigmoid(rate * x)
+    else:
+        g = -rate * _softplus(x)
+    g = tl.where(mask, tl.where(g < LEAST_G, LEAST_G, g), 0.0)
+    b = tl.load(beta + token * beta_stride + i.to(tl.int64) * beta_stride + head, mask=valid, other=0.0).to(tl.float32)
+    b = tl.where(valid, _sigmoid(b), 0.0)
+
+    gcum = tl.cumsum(g, 0)
+    total = tl.sum(g, 0)[None, :]
+    decay_in = tl.exp(gcum)
+    tl.store(decay_out + blob * BK + kk[None, :], tl.exp(total))
+    if ANCHORED:
+        gram, qk, k_leaving = _gram_anchored(q_y, k_y, decay_in, g, total, i, C, SPLIT)
+    else:
+        gram, qk = _gram_safe(q_y, k_y, gcum, i, C, BK, LEVELS, SPLIT)
+        k_leaving = k_y * tl.exp(total - gcum)
+    tl.store(k_out + tile, k_leaving.to(dtype))
+    tl.store(q_out + tile, (q_y * decay_in).to(dtype))
+    square = blob * (C * C) + i[:, None] * C + i[None, :]
+    tl.store(aqk_out + square, tl.where(i[:, None] >= i[None, :], qk, 0.0).to(dtype))
+
+    akk = tl.where(i[:, None] > i[None, :], gram * b[:, None], 0.0)
+    row_b = tl.sum(tl.where(i[:, None] == i[None, :], b[:, None], 0.0), 0)
+    inverse = (_inverse(akk, i, C) * row_b[None, :]).to(dtype)
+    w = tl.dot(inverse, (k_y * decay_in).to(dtype), input_precision="ieee")
+    tl.store(w_out + tile, w.to(dtype))
+
+    v_y = _conv_rows(
+        v + token * v_stride, v_stride, window, tap_stride, channel_stride, conv_weight, 2 * heads * K, v_column, first, i, valid, in_v,
+        carried,
+    )  # fmt: skip
+    v_high = v_y.to(dtype)
+    u = tl.dot(inverse, v_high, input_precision="ieee")
+    if SPLIT:  # v isn't rounded: both halves of it
+        u = tl.dot(inverse, (v_y - v_high.to(tl.float32)).to(dtype), u)
+    tl.store(u_out + blob * (C * BV) + vv[None, :] * C + i[:, None], u.to(dtype))  # [V, C], as the scan adds it
+
+
+@triton.jit
+def _leave_window(x, x_stride, window, tap_stride, channel_stride, section, column, inside, begin, end, carried):
+    """The last three inputs of the sequence, some of them from the window when it is shorter; every lane reads before any writes."""
+    length = end - begin
+    last = x + (end - 1).to(tl.int64) * x_stride + column
+    old = window + (section + column) * channel_stride + length * tap_stride
+    t1 = tl.load(old, mask=inside & carried & (length < 3), other=0.0).to(tl.float32)
+    t2 = tl.load(old + tap_stride, mask=inside & carried & (length < 2), other=0.0).to(tl.float32)
+    t3 = tl.load(old + 2 * tap_stride, mask=inside & carried & (length < 1), other=0.0).to(tl.float32)
+    t1 = tl.where(length < 3, t1, tl.load(last - 2 * x_stride, mask=inside & (length >= 3), other=0.0).to(tl.float32))
+    t2 = tl.where(length < 2, t2, tl.load(last - x_stride, mask=inside & (length >= 2), other=0.0).to(tl.float32))
+    t3 = tl.where(length < 1, t3, tl.load(last, mask=inside & (length >= 1), other=0.0).to(tl.float32))
+    tl.debug_barrier()
+    _shift(window, section + column, tap_stride, channel_stride, inside, t1, t2, t3)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def kda_prefill_scan_kernel(
+    q, k, v, state, window, cu_seqlens, slots, fresh, w_in, q_in, k_in, u_in, aqk_in, decay_in, out,
+    q_stride, k_stride, v_stride, state_stride, window_stride, tap_stride, channel_stride, out_stride,
+    num_slots, heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, ALL_V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    HAS_FRESH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    part = pid % (ALL_V // BV)
+    head = pid // (ALL_V // BV) % heads
+    n = pid // (ALL_V // BV) // heads
+    slot = tl.load(slots + n).to(tl.int64)
+    begin, end = tl.load(cu_seqlens + n), tl.load(cu_seqlens + n + 1)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    carried = slot >= 0
+    if HAS_FRESH:
+        carried = tl.load(fresh + n) == 0
+    if (begin == end) & carried:
+        return
+
+    i = tl.arange(0, C)
+    kk = tl.arange(0, BK)
+    vv = part * BV + tl.arange(0, BV)
+    in_k, in_v = kk < K, vv < V
+    rows = state + slot * state_stride + head * (V * K) + vv[:, None] * K + kk[None, :]
+    row_mask = in_v[:, None] & in_k[None, :]
+    s = tl.load(rows, mask=row_mask & carried, other=0.0).to(tl.float32)  # [BV, BK]
+
+    base = (begin // C + n).to(tl.int64) * heads + head
+    tile = base * (C * BK) + i[:, None] * BK + kk[None, :]
+    values = base * (C * ALL_V) + vv[:, None] * C + i[None, :]
+    square = base * (C * C) + i[:, None] * C + i[None, :]
+    decay_in += base * BK + kk
+    out += begin.to(tl.int64) * out_stride + head * V + vv[:, None] + i.to(tl.int64)[None, :] * out_stride
+    step, out_step = base * 0 + heads, base * 0 + out_stride
+    for chunk in tl.range(0, (end - begin + C - 1) // C, num_stages=STAGES):
+        hop = chunk * step  # int64
+        w = tl.load(w_in + tile + hop * (C * BK))
+        q_c = tl.load(q_in + tile + hop * (C * BK))
+        k_c = tl.load(k_in + tile + hop * (C * BK))
+        u = tl.load(u_in + values + hop * (C * ALL_V))
+        aqk = tl.load(aqk_in + square + hop * (C * C))
+        decay = tl.load(decay_in + hop * BK)
+
+        s_c = s.to(w.dtype)
+        d = (u.to(tl.float32) - tl.dot(s_c, tl.trans(w), input_precision="ieee")).to(w.dtype)  # [BV, C]
+        core = tl.dot(s_c, tl.trans(q_c), input_precision="ieee")
+        core = tl.dot(d, tl.trans(aqk), core, input_precision="ieee")
+        s = tl.dot(d, k_c, s * decay[None, :], input_precision="ieee")
+        inside = in_v[:, None] & (i < end - begin - chunk * C)[None, :]
+        tl.store(out + chunk * (C * out_step), core.to(out.dtype.element_ty), mask=inside)
+
+    tl.store(rows, s.to(state.dtype.element_ty), mask=row_mask)
+    window += slot * window_stride
+    if part == 0:
+        column = head * K + kk
+        _leave_window(q, q_stride, window, tap_stride, channel_stride, 0, column, in_k, begin, end, carried)
+        _leave_window(k, k_stride, window, tap_stride, channel_stride, heads * K, column, in_k, begin, end, carried)
+    _leave_window(v, v_stride, window, tap_stride, channel_stride, 2 * heads * K, head * V + vv, in_v, begin, end, carried)
+
+
+@triton.jit(do_not_specialize=["num_slots", "sequences"])
+def kda_prefill_norm_kernel(
+    out, gate, norm_weight, cu_seqlens, slots, out_stride, gate_stride, num_slots, sequences, heads, norm_eps,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    head = pid % heads
+    n, first, begin, end = _chunk_of(pid // heads, cu_seqlens, sequences, C)
+    if begin + first >= end:
+        return
+    slot = tl.load(slots + n)
+    i = tl.arange(0, C)
+    vv = tl.arange(0, BV)
+    mask = (i < end - begin - first)[:, None] & (vv < V)[None, :]
+    row = (begin + first).to(tl.int64) + i.to(tl.int64)[:, None]
+    column = (head * V + vv)[None, :]
+    out += row * out_stride + column
+    if (slot < 0) | (slot >= num_slots):
+        tl.store(out, tl.zeros([C, BV], tl.float32).to(out.dtype.element_ty), mask=mask)
+        return
+    core = tl.load(out, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(norm_weight + vv, mask=vv < V, other=0.0).to(tl.float32)[None, :]
+    weight *= _sigmoid(tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32))
+    scale = tl.rsqrt(tl.sum(core * core, 1) / V + norm_eps)[:, None]
+    tl.store(out, (core * scale * weight).to(out.dtype.element_ty), mask=mask)
+
+
+def launch(
+    tile: PrefillTile,
+    sizes: validate.KdaSizes,
+    q: Tensor,
+    k: Tensor,
+    *,
+    v: Tensor,
+    f: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    state: Tensor,
+    window: Tensor,
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    fresh: Tensor | None = None,
+    lower_bound: float | None,
+    norm_eps: float,
+) -> Tensor:
+    """The launches of validated arguments with a given tile."""
+    heads, key_dim, value_dim, chunk = sizes.heads, sizes.key_dim, sizes.value_dim, tile.chunk
+    out = torch.empty(sizes.tokens, heads * value_dim, dtype=q.dtype, device=q.device)
+    if sizes.sequences == 0:
+        return out
+    padded_k, padded_v = (max(triton.next_power_of_2(size), LEAST_DOT) for size in (key_dim, value_dim))
+    rows = min(tile.rows, padded_v)
+    blobs = (sizes.tokens // chunk + sizes.sequences) * heads  # at least one for each chunk and head
+    keys = q.new_empty(3, blobs, chunk, padded_k)  # w, q and k of the chunks
+    values, square = q.new_empty(blobs, padded_v, chunk), q.new_empty(blobs, chunk, chunk)
+    decay = q.new_empty(blobs, padded_k, dtype=torch.float32)
+    dims = dict(K=key_dim, V=value_dim, BK=padded_k, C=chunk, HAS_FRESH=fresh is not None)
+
+    kda_prefill_prepare_kernel[(blobs,)](
+        q, k, v, f, beta, conv_weight, a_log, dt_bias, window, cu_seqlens, slots, fresh, *keys, values, square, decay,
+        q.stride(0), k.stride(0), v.stride(0), f.stride(0), beta.stride(0), *window.stride(),
+        sizes.slots, sizes.sequences, heads, lower_bound or 0.0,
+        BV=padded_v, LEVELS=chunk.bit_length() - 1, BOUNDED=lower_bound is not None, ANCHORED=anchored(lower_bound, chunk),
+        SCALE=key_dim**-0.5, EPS=L2_EPS, RATE_MAX=MAX_A_LOG, LEAST_G=least_log_decay(torch.float32), SPLIT=q.dtype != torch.float32,
+        **dims, num_warps=tile.prepare_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+    kda_prefill_scan_kernel[(sizes.sequences * heads * (padded_v // rows),)](
+        q, k, v, state, window, cu_seqlens, slots, fresh, *keys, values, square, decay, out,
+        q.stride(0), k.stride(0), v.stride(0), state.stride(0), *window.stride(), out.stride(0), sizes.slots, heads,
+        ALL_V=padded_v, BV=rows, STAGES=tile.stages, **dims, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    kda_prefill_norm_kernel[(blobs,)](
+        out, gate, norm_weight, cu_seqlens, slots, out.stride(0), gate.stride(0), sizes.slots, sizes.sequences, heads, norm_eps,
+        V=value_dim, BV=padded_v, C=chunk, num_warps=tile.norm_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    *,
+    v: Tensor,
+    f: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    state: Tensor,
+    window: Tensor,
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    fresh: Tensor | None = None,
+    lower_bound: float | None,
+    norm_eps: float = 1e-5,
+) -> Tensor:
+    """`reference.kda.prefill` as three Triton launches; arguments, pools, errors and return value as there.
+
+    BF16, FP16 or FP32 activations, FP32 or BF16 state; rounds as CONTRACT says, and never the state between chunks. Reads
+    no value on the host. CPU tensors only in Triton's interpreter.
+    """
+    arguments: dict[str, Any] = dict(
+        v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
+        state=state, window=window, cu_seqlens=cu_seqlens, slots=slots, fresh=fresh, lower_bound=lower_bound, norm_eps=norm_eps,
+    )  # fmt: skip
+    sizes = validate.kda_prefill(q, k, **arguments)
+    validate.kernel_dtypes(q.dtype, state.dtype)
+    if q.device.type == "cpu":
+        interpreter.require("q")
+        validate.values(slots, sizes.slots)
+        validate.offsets(cu_seqlens, sizes.tokens)
+    tile = prefill_tile(arch.of_device(str(q.device)), sizes.sequences * sizes.heads)
+    return launch(tile, sizes, q, k, **arguments)
