@@ -67,59 +67,92 @@ def _conv_rows(x, x_stride, window, tap_stride, channel_stride, weight, section,
 
 
 @triton.jit
-def _dot_split(a, b, acc, SPLIT: tl.constexpr):
-    """acc + a b of FP32 operands: exact products, or from halves in BF16, 2^-16 of each product away."""
-    if SPLIT:
-        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        a_low, b_low = (a - a_high.to(tl.float32)).to(tl.bfloat16), (b - b_high.to(tl.float32)).to(tl.bfloat16)
-        acc = tl.dot(a_low, b_high, acc)
-        acc = tl.dot(a_high, b_low, acc)
-        return tl.dot(a_high, b_high, acc)
-    return tl.dot(a, b, acc, input_precision="ieee")
+def _halves(x):
+    """x in FP32 as a sum of two in BF16, 2^-17 of it away."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def _gram_anchored(q, k, decay_in, g, total, i, C: tl.constexpr, SPLIT: tl.constexpr):
+def _by_parts(x, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
+    """[C, K] as [PARTS, C, K / PARTS]: a product over K as a sum of products, one for each warp."""
+    return tl.permute(tl.reshape(x, [C, PARTS, K // PARTS]), [1, 0, 2])
+
+
+@triton.jit
+def _gram(a, b, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr):
+    """a b^T of rows [C, K] in FP32: exact products, or of halves in BF16, 2^-16 of each product away."""
+    if SPLIT:
+        a_high, a_low = _halves(_by_parts(a, C, K, PARTS))
+        b_high, b_low = _halves(_by_parts(b, C, K, PARTS))
+        b_high, b_low = tl.permute(b_high, [0, 2, 1]), tl.permute(b_low, [0, 2, 1])
+        product = tl.dot(a_low, b_high)
+        product = tl.dot(a_high, b_low, product)
+        return tl.sum(tl.dot(a_high, b_high, product), 0)
+    return tl.dot(a, tl.trans(b), input_precision="ieee")
+
+
+@triton.jit
+def _gram_anchored(
+    q, k, decay_in, g, total, i, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
     """Products of rows [C, K] under their decays, split at the middle of the chunk, and k as it leaves the chunk."""
     middle = tl.sum(tl.where((i <= C // 2)[:, None], g, 0.0), 0)[None, :]
     gcum = tl.cumsum(g, 0)
     rise = tl.exp(-middle)
     right = k * tl.exp(middle - gcum)
-    zero = tl.zeros([C, C], tl.float32)
-    kk = _dot_split(k * decay_in * rise, tl.trans(right), zero, SPLIT)
-    qk = _dot_split(q * decay_in * rise, tl.trans(right), zero, SPLIT)
+    kk = _gram(k * decay_in * rise, right, C, K, PARTS, SPLIT)
+    qk = _gram(q * decay_in * rise, right, C, K, PARTS, SPLIT)
     return kk, qk, right * tl.exp(total - middle)
 
 
 @triton.jit
-def _gram_safe(q, k, gcum, i, C: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr):
-    """The same for any gate: pairs by the halving that parts them, each split there, so that no exponent is positive."""
-    same = i[:, None] == i[None, :]
-    kk = tl.where(same, tl.sum(k * k, 1)[:, None], 0.0)
-    qk = tl.where(same, tl.sum(q * k, 1)[:, None], 0.0)
-    for level in tl.static_range(LEVELS):
-        half: tl.constexpr = C >> (level + 1)
-        pairs = tl.reshape(gcum, [C // (2 * half), 2 * half, K])
-        row = tl.arange(0, 2 * half)[None, :, None]
-        middle = tl.sum(tl.where(row == half, pairs, 0.0), 1)[:, None, :]  # the first row of the later half
-        decay = tl.reshape(tl.exp(tl.where(row >= half, pairs - middle, middle - pairs)), [C, K])
-        later = (i // half % 2 == 1)[:, None]
-        right = tl.trans(tl.where(later, 0.0, k * decay))
-        zero = tl.zeros([C, C], tl.float32)
-        block = (i // (2 * half))[:, None] == (i // (2 * half))[None, :]
-        kk += tl.where(block, _dot_split(tl.where(later, k * decay, 0.0), right, zero, SPLIT), 0.0)
-        qk += tl.where(block, _dot_split(tl.where(later, q * decay, 0.0), right, zero, SPLIT), 0.0)
+def _gram_across(
+    q, k, gcum, i, kk, qk, C: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """Adds the pairs that the middle of their 2 HALF rows parts, split there."""
+    pairs = tl.reshape(gcum, [C // (2 * HALF), 2 * HALF, K])
+    row = tl.arange(0, 2 * HALF)[None, :, None]
+    middle = tl.sum(tl.where(row == HALF, pairs, 0.0), 1)[:, None, :]  # the first row of the later half
+    decay = tl.reshape(tl.exp(tl.where(row >= HALF, pairs - middle, middle - pairs)), [C, K])
+    later = (i // HALF % 2 == 1)[:, None]
+    right = tl.where(later, 0.0, k * decay)
+    block = (i // (2 * HALF))[:, None] == (i // (2 * HALF))[None, :]
+    kk += tl.where(block, _gram(tl.where(later, k * decay, 0.0), right, C, K, PARTS, SPLIT), 0.0)
+    qk += tl.where(block, _gram(tl.where(later, q * decay, 0.0), right, C, K, PARTS, SPLIT), 0.0)
     return kk, qk
 
 
 @triton.jit
-def _inverse(a, i, C: tl.constexpr):
-    """(I + a)^-1 of a strictly lower a [C, C], by forward substitution in FP32: a series loses near-collinear keys."""
+def _gram_safe(
+    q, k, gcum, i, C: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """The same products for any gate: each pair by the halving that parts it, so that no exponent is positive."""
+    same = i[:, None] == i[None, :]
+    kk = tl.zeros([C, C], tl.float32)
+    qk = tl.where(same, tl.sum(q * k, 1)[:, None], 0.0)
+    for level in tl.static_range(LEVELS):
+        kk, qk = _gram_across(q, k, gcum, i, kk, qk, C, K, C >> (level + 1), PARTS, SPLIT)
+    return kk, qk
+
+
+@triton.jit
+def _merged(x, a, i, HALF: tl.constexpr):
+    """Inverses of diagonal blocks of 2 HALF rows, from those of HALF rows in x: the corner is -x22 a21 x11."""
+    corner = (i // (2 * HALF))[:, None] == (i // (2 * HALF))[None, :]
+    corner = corner & (i // HALF % 2 == 1)[:, None] & (i // HALF % 2 == 0)[None, :]
+    corner = tl.where(corner, a, 0.0)
+    if HALF == 1:
+        return x - corner
+    return x - tl.dot(tl.dot(x, corner, input_precision="ieee"), x, input_precision="ieee")
+
+
+@triton.jit
+def _inverse(a, i, LEVELS: tl.constexpr):
+    """(I + a)^-1 of a strictly lower a [C, C] by forward substitution of blocks, in FP32: a power series loses near-collinear keys."""
     x = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for j in range(C - 1):
-        column = tl.sum(tl.where(i[None, :] == j, a, 0.0), 1)
-        row = tl.sum(tl.where(i[:, None] == j, x, 0.0), 0)
-        x -= column[:, None] * row[None, :]
+    for level in tl.static_range(LEVELS):
+        x = _merged(x, a, i, 1 << level)
     return x
 
 
@@ -130,7 +163,7 @@ def kda_prefill_prepare_kernel(
     num_slots, sequences, heads, lower_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     BOUNDED: tl.constexpr, ANCHORED: tl.constexpr, HAS_FRESH: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
-    RATE_MAX: tl.constexpr, LEAST_G: tl.constexpr, SPLIT: tl.constexpr,
+    RATE_MAX: tl.constexpr, LEAST_G: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     head = pid % heads
@@ -180,9 +213,9 @@ def kda_prefill_prepare_kernel(
     decay_in = tl.exp(gcum)
     tl.store(decay_out + blob * BK + kk[None, :], tl.exp(total))
     if ANCHORED:
-        gram, qk, k_leaving = _gram_anchored(q_y, k_y, decay_in, g, total, i, C, SPLIT)
+        gram, qk, k_leaving = _gram_anchored(q_y, k_y, decay_in, g, total, i, C, BK, PARTS, SPLIT)
     else:
-        gram, qk = _gram_safe(q_y, k_y, gcum, i, C, BK, LEVELS, SPLIT)
+        gram, qk = _gram_safe(q_y, k_y, gcum, i, C, BK, LEVELS, PARTS, SPLIT)
         k_leaving = k_y * tl.exp(total - gcum)
     tl.store(k_out + tile, k_leaving.to(dtype))
     tl.store(q_out + tile, (q_y * decay_in).to(dtype))
@@ -191,7 +224,7 @@ def kda_prefill_prepare_kernel(
 
     akk = tl.where(i[:, None] > i[None, :], gram * b[:, None], 0.0)
     row_b = tl.sum(tl.where(i[:, None] == i[None, :], b[:, None], 0.0), 0)
-    inverse = (_inverse(akk, i, C) * row_b[None, :]).to(dtype)
+    inverse = (_inverse(akk, i, LEVELS) * row_b[None, :]).to(dtype)
     w = tl.dot(inverse, (k_y * decay_in).to(dtype), input_precision="ieee")
     tl.store(w_out + tile, w.to(dtype))
 
@@ -253,20 +286,19 @@ def kda_prefill_scan_kernel(
     s = tl.load(rows, mask=row_mask & carried, other=0.0).to(tl.float32)  # [BV, BK]
 
     base = (begin // C + n).to(tl.int64) * heads + head
-    tile = base * (C * BK) + i[:, None] * BK + kk[None, :]
-    values = base * (C * ALL_V) + vv[:, None] * C + i[None, :]
-    square = base * (C * C) + i[:, None] * C + i[None, :]
-    decay_in += base * BK + kk
-    out += begin.to(tl.int64) * out_stride + head * V + vv[:, None] + i.to(tl.int64)[None, :] * out_stride
-    step, out_step = base * 0 + heads, base * 0 + out_stride
+    tile = i[:, None] * BK + kk[None, :]
+    values = vv[:, None] * C + i[None, :]
+    square = i[:, None] * C + i[None, :]
+    out += begin.to(tl.int64) * out_stride + head * V
+    out_tile = vv[:, None] + i.to(tl.int64)[None, :] * out_stride
     for chunk in tl.range(0, (end - begin + C - 1) // C, num_stages=STAGES):
-        hop = chunk * step  # int64
-        w = tl.load(w_in + tile + hop * (C * BK))
-        q_c = tl.load(q_in + tile + hop * (C * BK))
-        k_c = tl.load(k_in + tile + hop * (C * BK))
-        u = tl.load(u_in + values + hop * (C * ALL_V))
-        aqk = tl.load(aqk_in + square + hop * (C * C))
-        decay = tl.load(decay_in + hop * BK)
+        blob = base + chunk * heads
+        w = tl.load(w_in + blob * (C * BK) + tile)
+        q_c = tl.load(q_in + blob * (C * BK) + tile)
+        k_c = tl.load(k_in + blob * (C * BK) + tile)
+        u = tl.load(u_in + blob * (C * ALL_V) + values)
+        aqk = tl.load(aqk_in + blob * (C * C) + square)
+        decay = tl.load(decay_in + blob * BK + kk)
 
         s_c = s.to(w.dtype)
         d = (u.to(tl.float32) - tl.dot(s_c, tl.trans(w), input_precision="ieee")).to(w.dtype)  # [BV, C]
@@ -274,7 +306,8 @@ def kda_prefill_scan_kernel(
         core = tl.dot(d, tl.trans(aqk), core, input_precision="ieee")
         s = tl.dot(d, k_c, s * decay[None, :], input_precision="ieee")
         inside = in_v[:, None] & (i < end - begin - chunk * C)[None, :]
-        tl.store(out + chunk * (C * out_step), core.to(out.dtype.element_ty), mask=inside)
+        first = (blob - base) * 0 + chunk * C  # int64
+        tl.store(out + first * out_stride + out_tile, core.to(out.dtype.element_ty), mask=inside)
 
     tl.store(rows, s.to(state.dtype.element_ty), mask=row_mask)
     window += slot * window_stride
@@ -352,7 +385,8 @@ def launch(
         q.stride(0), k.stride(0), v.stride(0), f.stride(0), beta.stride(0), *window.stride(),
         sizes.slots, sizes.sequences, heads, lower_bound or 0.0,
         BV=padded_v, LEVELS=chunk.bit_length() - 1, BOUNDED=lower_bound is not None, ANCHORED=anchored(lower_bound, chunk),
-        SCALE=key_dim**-0.5, EPS=L2_EPS, RATE_MAX=MAX_A_LOG, LEAST_G=least_log_decay(torch.float32), SPLIT=q.dtype != torch.float32,
+        SCALE=key_dim**-0.5, EPS=L2_EPS, RATE_MAX=MAX_A_LOG, LEAST_G=least_log_decay(torch.float32),
+        PARTS=min(tile.prepare_warps, padded_k // LEAST_DOT), SPLIT=q.dtype != torch.float32,
         **dims, num_warps=tile.prepare_warps, enable_fp_fusion=True,
     )  # fmt: skip
     kda_prefill_scan_kernel[(sizes.sequences * heads * (padded_v // rows),)](
