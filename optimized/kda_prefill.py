@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized import arch, interpreter
-from optimized.kda_decode import _shift, _sigmoid, _softplus
+from optimized.kda_decode import _shift, _softplus
 from optimized.prefill_tiles import PrefillTile, prefill_tile
 from reference import validate
 from reference.kda import L2_EPS, MAX_A_LOG
@@ -28,12 +28,30 @@ CONTRACT = Contract(
     rounds=dict.fromkeys(("q_in", "k_in", "k_out", "aqk", "inv", "w", "u", "s_in", "dl", "core"), ACTIVATION), accumulate="mma_bf16"
 )
 LEAST_DOT = 16  # the smallest side of a matrix product
+LOG2E = tl.constexpr(1.4426950408889634)
+FLUSH = tl.constexpr(not interpreter.active())  # a subnormal exp2 is 0, as it is in every sum here: four instructions less each
 ANCHOR_SPAN = 80.0  # nats: exp of it, and of its negative, are normal in FP32 and BF16
 
 
 def anchored(lower_bound: float | None, chunk: int) -> bool:
     """Whether the decays of a chunk may be split at its middle: the gate is bounded and the chunk within ANCHOR_SPAN."""
     return lower_bound is not None and -lower_bound * chunk <= ANCHOR_SPAN
+
+
+@triton.jit
+def _exp2(x):
+    if FLUSH:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.exp2(x)
+
+
+@triton.jit
+def _unit_sigmoid(x):
+    """1 / (1 + exp(-x)), to 2 ulp."""
+    y = 1.0 + _exp2(x * -LOG2E)
+    if FLUSH:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1)
+    return 1.0 / y
 
 
 @triton.jit
@@ -63,7 +81,7 @@ def _conv_rows(x, x_stride, window, tap_stride, channel_stride, weight, section,
             mask = (valid & (position < 0))[:, None] & inside[None, :] & carried
             t += tl.load(before, mask=mask, other=0.0).to(tl.float32)
         y += t * tl.load(weight + (section + column) * 4 + tap, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return tl.where(valid[:, None], y * _sigmoid(y), 0.0)
+    return y * _unit_sigmoid(y)  # 0 where the row is none of the sequence
 
 
 @triton.jit
@@ -94,16 +112,15 @@ def _gram(a, b, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl
 
 @triton.jit
 def _gram_anchored(
-    q, k, decay_in, g, total, i, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr
+    q, k, decay_in, g, gcum, total, i, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr
 ):  # fmt: skip
     """Products of rows [C, K] under their decays, split at the middle of the chunk, and k as it leaves the chunk."""
     middle = tl.sum(tl.where((i <= C // 2)[:, None], g, 0.0), 0)[None, :]
-    gcum = tl.cumsum(g, 0)
-    rise = tl.exp(-middle)
-    right = k * tl.exp(middle - gcum)
+    rise = _exp2(-middle)
+    right = k * _exp2(middle - gcum)
     kk = _gram(k * decay_in * rise, right, C, K, PARTS, SPLIT)
     qk = _gram(q * decay_in * rise, right, C, K, PARTS, SPLIT)
-    return kk, qk, right * tl.exp(total - middle)
+    return kk, qk, right * _exp2(total - middle)
 
 
 @triton.jit
@@ -114,7 +131,7 @@ def _gram_across(
     pairs = tl.reshape(gcum, [C // (2 * HALF), 2 * HALF, K])
     row = tl.arange(0, 2 * HALF)[None, :, None]
     middle = tl.sum(tl.where(row == HALF, pairs, 0.0), 1)[:, None, :]  # the first row of the later half
-    decay = tl.reshape(tl.exp(tl.where(row >= HALF, pairs - middle, middle - pairs)), [C, K])
+    decay = tl.reshape(_exp2(tl.where(row >= HALF, pairs - middle, middle - pairs)), [C, K])
     later = (i // HALF % 2 == 1)[:, None]
     right = tl.where(later, 0.0, k * decay)
     block = (i // (2 * HALF))[:, None] == (i // (2 * HALF))[None, :]
@@ -200,23 +217,25 @@ def kda_prefill_prepare_kernel(
     x += tl.load(dt_bias + column, mask=in_k, other=0.0)[None, :]
     log_rate = tl.load(a_log + head)
     rate = tl.exp(tl.where(log_rate > RATE_MAX, RATE_MAX, log_rate))  # NaN stays NaN
-    if BOUNDED:
-        g = lower_bound * _sigmoid(rate * x)
+    if BOUNDED:  # in base 2 from here on
+        g = (lower_bound * LOG2E) * _unit_sigmoid(rate * x)
     else:
-        g = -rate * _softplus(x)
-    g = tl.where(mask, tl.where(g < LEAST_G, LEAST_G, g), 0.0)
+        g = -rate * LOG2E * _softplus(x)
+    if not ANCHORED:
+        g = tl.where(g < LEAST_G * LOG2E, LEAST_G * LOG2E, g)
+    g = tl.where(valid[:, None], g, 0.0)
     b = tl.load(beta + token * beta_stride + i.to(tl.int64) * beta_stride + head, mask=valid, other=0.0).to(tl.float32)
-    b = tl.where(valid, _sigmoid(b), 0.0)
+    b = tl.where(valid, _unit_sigmoid(b), 0.0)
 
     gcum = tl.cumsum(g, 0)
     total = tl.sum(g, 0)[None, :]
-    decay_in = tl.exp(gcum)
-    tl.store(decay_out + blob * BK + kk[None, :], tl.exp(total))
+    decay_in = _exp2(gcum)
+    tl.store(decay_out + blob * BK + kk[None, :], _exp2(total))
     if ANCHORED:
-        gram, qk, k_leaving = _gram_anchored(q_y, k_y, decay_in, g, total, i, C, BK, PARTS, SPLIT)
+        gram, qk, k_leaving = _gram_anchored(q_y, k_y, decay_in, g, gcum, total, i, C, BK, PARTS, SPLIT)
     else:
         gram, qk = _gram_safe(q_y, k_y, gcum, i, C, BK, LEVELS, PARTS, SPLIT)
-        k_leaving = k_y * tl.exp(total - gcum)
+        k_leaving = k_y * _exp2(total - gcum)
     tl.store(k_out + tile, k_leaving.to(dtype))
     tl.store(q_out + tile, (q_y * decay_in).to(dtype))
     square = blob * (C * C) + i[:, None] * C + i[None, :]
@@ -340,7 +359,7 @@ def kda_prefill_norm_kernel(
         return
     core = tl.load(out, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(norm_weight + vv, mask=vv < V, other=0.0).to(tl.float32)[None, :]
-    weight *= _sigmoid(tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32))
+    weight *= _unit_sigmoid(tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32))
     scale = tl.rsqrt(tl.sum(core * core, 1) / V + norm_eps)[:, None]
     tl.store(out, (core * scale * weight).to(out.dtype.element_ty), mask=mask)
 
