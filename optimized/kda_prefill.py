@@ -170,7 +170,7 @@ def launch(
     if sizes.sequences == 0:
         return out
     padded_k, padded_v = (max(triton.next_power_of_2(size), LEAST_DOT) for size in (key_dim, value_dim))
-    rows = min(tile.rows, padded_v)
+    rows, parts = min(tile.rows, padded_v), min(tile.prepare_warps, padded_k // LEAST_DOT)
     blobs = (sizes.tokens // chunk + sizes.sequences) * heads  # at least one for each chunk and head
     keys = q.new_empty(3, blobs, chunk, padded_k)  # w, q and k of the chunks
     values, square = q.new_empty(blobs, padded_v, chunk), q.new_empty(blobs, chunk, chunk)
@@ -183,8 +183,7 @@ def launch(
         sizes.slots, sizes.sequences, heads, lower_bound or 0.0,
         BV=padded_v, LEVELS=chunk.bit_length() - 1, BOUNDED=lower_bound is not None, ANCHORED=anchored(lower_bound, chunk),
         SCALE=key_dim**-0.5, EPS=L2_EPS, RATE_MAX=MAX_A_LOG, LEAST_G=least_log_decay(torch.float32),
-        PARTS=min(tile.prepare_warps, padded_k // LEAST_DOT), SPLIT=q.dtype != torch.float32,
-        **dims, num_warps=tile.prepare_warps, enable_fp_fusion=True,
+        PARTS=parts, SPLIT=q.dtype != torch.float32, **dims, num_warps=tile.prepare_warps, maxnreg=tile.registers, enable_fp_fusion=True,
     )  # fmt: skip
     kda_prefill_scan_kernel[(sizes.sequences * heads * (padded_v // rows),)](
         q, k, v, state, window, cu_seqlens, slots, fresh, *keys, values, square, decay, out,
@@ -233,5 +232,5 @@ def prefill(
         interpreter.require("q")
         validate.values(slots, sizes.slots)
         validate.offsets(cu_seqlens, sizes.tokens)
-    tile = prefill_tile(arch.of_device(str(q.device)), sizes.sequences * sizes.heads)
+    tile = prefill_tile(arch.of_device(str(q.device)), q.dtype, sizes.sequences * sizes.heads)
     return launch(tile, sizes, q, k, **arguments)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from optimized.arch import CPU, GPUS
 
 
@@ -11,6 +13,7 @@ class PrefillTile:
 
     chunk: tokens that are solved at a time. rows: of V in a program of the scan; 16 for each warp keep every product inside
     its warp. warps and stages: of the scan. prepare_warps, norm_warps: of the two kernels that run over all chunks at once.
+    registers: the most that a thread of the first may have, so that more of them share an SM; None for no limit.
     """
 
     rows: int
@@ -19,35 +22,39 @@ class PrefillTile:
     prepare_warps: int = 4
     norm_warps: int = 4
     chunk: int = 16
+    registers: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.rows}r{self.warps}w{self.stages}s{self.prepare_warps}p{self.norm_warps}n"
+        return f"{self.rows}r{self.warps}w{self.stages}s{self.prepare_warps}p{self.norm_warps}n{self.registers or ''}"
 
 
 @dataclass(frozen=True)
 class PrefillRule:
-    """The tile up to a count of scans (sequences x heads)."""
+    """The tile for a dtype of the activations up to a count of scans (sequences x heads)."""
 
     archs: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
     scans: int | None  # None: no upper end
     tile: PrefillTile
     reason: str
 
 
+HALF, FP32 = (torch.bfloat16, torch.float16), (torch.float32,)
 NARROW = "a scan is a chain of dependent products: the narrowest slices of V give the most chains to run side by side"
 WIDE = "enough chains to fill the device: wider slices read the chunks' matrices less often"
 
 PREFILL_TILES = (
-    PrefillRule((CPU,), None, PrefillTile(128, 4, 1), "fewest interpreted operations"),
-    PrefillRule(GPUS, 16, PrefillTile(16, 1, 4), NARROW),
-    PrefillRule(GPUS, 32, PrefillTile(32, 2, 4), WIDE),
-    PrefillRule(GPUS, None, PrefillTile(64, 4, 4), WIDE),
+    PrefillRule((CPU,), (*HALF, *FP32), None, PrefillTile(128, 4, 1), "fewest interpreted operations"),
+    PrefillRule(GPUS, HALF, 16, PrefillTile(16, 1, 4), NARROW),
+    PrefillRule(GPUS, HALF, 32, PrefillTile(32, 2, 4), WIDE),
+    PrefillRule(GPUS, HALF, None, PrefillTile(64, 4, 4), WIDE),
+    PrefillRule(GPUS, FP32, None, PrefillTile(16, 8, 2, prepare_warps=8), "products without tensor cores spill with fewer warps"),
 )
 
 
-def prefill_tile(arch_name: str, scans: int) -> PrefillTile:
-    """The first rule that covers the architecture and the count of scans."""
+def prefill_tile(arch_name: str, dtype: torch.dtype, scans: int) -> PrefillTile:
+    """The first rule that covers the architecture, the dtype of the activations and the count of scans."""
     for rule in PREFILL_TILES:
-        if arch_name in rule.archs and (rule.scans is None or scans <= rule.scans):
+        if arch_name in rule.archs and dtype in rule.dtypes and (rule.scans is None or scans <= rule.scans):
             return rule.tile
-    raise ValueError(f"prefill_tile: none for {arch_name}; add a row to PREFILL_TILES")
+    raise ValueError(f"prefill_tile: none for {arch_name} with {dtype} activations; add a row to PREFILL_TILES")

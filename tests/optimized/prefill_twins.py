@@ -165,5 +165,3 @@ def power_series_inverse(**given: Any) -> Tensor:
         return inverse.float() * seen["beta"].T[:, None, :]
 
     return healthy(at, **given)
-
-

@@ -224,6 +224,6 @@ def test_a_cpu_tensor_outside_the_interpreter_is_refused(monkeypatch: pytest.Mon
 
 
 def test_a_tile_for_every_architecture_and_a_clear_word_for_none() -> None:
-    assert prefill_tile("sm90", 16).rows < prefill_tile("sm90", 64).rows
-    with pytest.raises(ValueError, match="none for sm70; add a row"):
-        prefill_tile("sm70", 1)
+    assert prefill_tile("sm90", BF16, 16).rows < prefill_tile("sm90", BF16, 64).rows
+    with pytest.raises(ValueError, match=r"none for sm70 with torch.bfloat16 activations; add a row"):
+        prefill_tile("sm70", BF16, 1)
