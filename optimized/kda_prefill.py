@@ -58,7 +58,7 @@ def kda_prefill_scan_kernel(
     q_stride, k_stride, v_stride, state_stride, window_stride, tap_stride, channel_stride, out_stride,
     num_slots, heads,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, ALL_V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    HAS_FRESH: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, HAS_FRESH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     part = pid % (ALL_V // BV)
@@ -78,14 +78,20 @@ def kda_prefill_scan_kernel(
     kk = tl.arange(0, BK)
     vv = part * BV + tl.arange(0, BV)
     in_k, in_v = kk < K, vv < V
-    rows = state + slot * state_stride + head * (V * K) + vv[:, None] * K + kk[None, :]
-    row_mask = in_v[:, None] & in_k[None, :]
-    s = tl.load(rows, mask=row_mask & carried, other=0.0).to(tl.float32)  # [BV, BK]
+    if PARTS == 1:
+        in_row, key = in_v[:, None] & in_k[None, :], kk[None, :]
+        rows, tile = vv[:, None] * K + key, i[:, None] * BK + key
+    else:  # K by parts, one for each warp: rows are [PARTS, BV, BK / PARTS]
+        key = tl.arange(0, PARTS)[:, None, None] * (BK // PARTS) + tl.arange(0, BK // PARTS)[None, None, :]
+        in_row = in_v[None, :, None] & (key < K)
+        rows, tile = vv[None, :, None] * K + key, i[None, :, None] * BK + key
+    rows = state + slot * state_stride + head * (V * K) + rows
+    s = tl.load(rows, mask=in_row & carried, other=0.0).to(tl.float32)
 
     base = (begin // C + n).to(tl.int64) * heads + head
-    tile = i[:, None] * BK + kk[None, :]
     values = vv[:, None] * C + i[None, :]
     square = i[:, None] * C + i[None, :]
+    first_part = tl.arange(0, PARTS)[:, None, None] == 0
     out += begin.to(tl.int64) * out_stride + head * V
     out_tile = vv[:, None] + i.to(tl.int64)[None, :] * out_stride
     for chunk in tl.range(0, (end - begin + C - 1) // C, num_stages=STAGES):
@@ -93,20 +99,29 @@ def kda_prefill_scan_kernel(
         w = tl.load(w_in + blob * (C * BK) + tile)
         q_c = tl.load(q_in + blob * (C * BK) + tile)
         k_c = tl.load(k_in + blob * (C * BK) + tile)
-        u = tl.load(u_in + blob * (C * ALL_V) + values)
-        aqk = tl.load(aqk_in + blob * (C * C) + square)
-        decay = tl.load(decay_in + blob * BK + kk)
+        u = tl.load(u_in + blob * (C * ALL_V) + values).to(tl.float32)
+        if PARTS == 1:
+            aqk = tl.load(aqk_in + blob * (C * C) + square)
+        else:
+            aqk = tl.load(aqk_in + blob * (C * C) + square[None, :, :], mask=first_part, other=0.0)
+        decay = tl.load(decay_in + blob * BK + key)
 
         s_c = s.to(w.dtype)
-        d = (u.to(tl.float32) - tl.dot(s_c, tl.trans(w), input_precision="ieee")).to(w.dtype)  # [BV, C]
-        core = tl.dot(s_c, tl.trans(q_c), input_precision="ieee")
-        core = tl.dot(d, tl.trans(aqk), core, input_precision="ieee")
-        s = tl.dot(d, k_c, s * decay[None, :], input_precision="ieee")
+        if PARTS == 1:
+            d = (u - tl.dot(s_c, tl.trans(w), input_precision="ieee")).to(w.dtype)  # [BV, C]
+            core = tl.dot(s_c, tl.trans(q_c), input_precision="ieee")
+            core = tl.dot(d, tl.trans(aqk), core, input_precision="ieee")
+        else:
+            d = (u - tl.sum(tl.dot(s_c, tl.permute(w, [0, 2, 1]), input_precision="ieee"), 0)).to(w.dtype)
+            d = tl.broadcast_to(d[None, :, :], [PARTS, BV, C])
+            core = tl.dot(s_c, tl.permute(q_c, [0, 2, 1]), input_precision="ieee")
+            core = tl.sum(tl.dot(d, tl.permute(aqk, [0, 2, 1]), core, input_precision="ieee"), 0)
+        s = tl.dot(d, k_c, s * decay, input_precision="ieee")
         inside = in_v[:, None] & (i < end - begin - chunk * C)[None, :]
         first = (blob - base) * 0 + chunk * C  # int64
         tl.store(out + first * out_stride + out_tile, core.to(out.dtype.element_ty), mask=inside)
 
-    tl.store(rows, s.to(state.dtype.element_ty), mask=row_mask)
+    tl.store(rows, s.to(state.dtype.element_ty), mask=in_row)
     window += slot * window_stride
     if part == 0:
         column = head * K + kk
@@ -170,7 +185,8 @@ def launch(
     if sizes.sequences == 0:
         return out
     padded_k, padded_v = (max(triton.next_power_of_2(size), LEAST_DOT) for size in (key_dim, value_dim))
-    rows, parts = min(tile.rows, padded_v), min(tile.prepare_warps, padded_k // LEAST_DOT)
+    rows = min(tile.rows, padded_v)
+    prepare_parts, parts = (min(parts, padded_k // LEAST_DOT) for parts in (tile.prepare_warps, tile.parts))
     blobs = (sizes.tokens // chunk + sizes.sequences) * heads  # at least one for each chunk and head
     keys = q.new_empty(3, blobs, chunk, padded_k)  # w, q and k of the chunks
     values, square = q.new_empty(blobs, padded_v, chunk), q.new_empty(blobs, chunk, chunk)
@@ -183,12 +199,14 @@ def launch(
         sizes.slots, sizes.sequences, heads, lower_bound or 0.0,
         BV=padded_v, LEVELS=chunk.bit_length() - 1, BOUNDED=lower_bound is not None, ANCHORED=anchored(lower_bound, chunk),
         SCALE=key_dim**-0.5, EPS=L2_EPS, RATE_MAX=MAX_A_LOG, LEAST_G=least_log_decay(torch.float32),
-        PARTS=parts, SPLIT=q.dtype != torch.float32, **dims, num_warps=tile.prepare_warps, maxnreg=tile.registers, enable_fp_fusion=True,
+        PARTS=prepare_parts, SPLIT=q.dtype != torch.float32, **dims,
+        num_warps=tile.prepare_warps, maxnreg=tile.registers, enable_fp_fusion=True,
     )  # fmt: skip
     kda_prefill_scan_kernel[(sizes.sequences * heads * (padded_v // rows),)](
         q, k, v, state, window, cu_seqlens, slots, fresh, *keys, values, square, decay, out,
         q.stride(0), k.stride(0), v.stride(0), state.stride(0), *window.stride(), out.stride(0), sizes.slots, heads,
-        ALL_V=padded_v, BV=rows, STAGES=tile.stages, **dims, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        ALL_V=padded_v, BV=rows, PARTS=parts, STAGES=tile.stages, **dims,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
     kda_prefill_norm_kernel[(blobs,)](
         out, gate, norm_weight, cu_seqlens, slots, out.stride(0), gate.stride(0), sizes.slots, sizes.sequences, heads, norm_eps,

@@ -13,6 +13,7 @@ class PrefillTile:
 
     chunk: tokens that are solved at a time. rows: of V in a program of the scan; 16 for each warp keep every product inside
     its warp. warps and stages: of the scan. prepare_warps, norm_warps: of the two kernels that run over all chunks at once.
+    parts: of K in the scan, one for each warp, so that few rows still keep several warps busy; 1 leaves K whole.
     registers: the most that a thread of the first may have, so that more of them share an SM; None for no limit.
     """
 
@@ -22,10 +23,11 @@ class PrefillTile:
     prepare_warps: int = 4
     norm_warps: int = 4
     chunk: int = 16
+    parts: int = 1
     registers: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.rows}r{self.warps}w{self.stages}s{self.prepare_warps}p{self.norm_warps}n{self.registers or ''}"
+        return f"{self.rows}r{self.warps}w{self.stages}s{self.prepare_warps}p{self.norm_warps}n{self.parts}k{self.registers or ''}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ WIDE = "enough chains to fill the device: wider slices read the chunks' matrices
 
 PREFILL_TILES = (
     PrefillRule((CPU,), (*HALF, *FP32), None, PrefillTile(128, 4, 1), "fewest interpreted operations"),
-    PrefillRule(GPUS, HALF, 16, PrefillTile(16, 1, 4), NARROW),
+    PrefillRule(GPUS, HALF, 16, PrefillTile(16, 4, 4, parts=4), NARROW),
     PrefillRule(GPUS, HALF, 32, PrefillTile(32, 2, 4), WIDE),
     PrefillRule(GPUS, HALF, None, PrefillTile(64, 4, 4), WIDE),
     PrefillRule(GPUS, FP32, None, PrefillTile(16, 8, 2, prepare_warps=8), "products without tensor cores spill with fewer warps"),
