@@ -186,6 +186,7 @@ def launch(
         return out
     padded_k, padded_v = (max(triton.next_power_of_2(size), LEAST_DOT) for size in (key_dim, value_dim))
     rows = min(tile.rows, padded_v)
+    middle = anchored(lower_bound, chunk)
     prepare_parts, parts = (min(parts, padded_k // LEAST_DOT) for parts in (tile.prepare_warps, tile.parts))
     blobs = (sizes.tokens // chunk + sizes.sequences) * heads  # at least one for each chunk and head
     keys = q.new_empty(3, blobs, chunk, padded_k)  # w, q and k of the chunks
@@ -197,10 +198,10 @@ def launch(
         q, k, v, f, beta, conv_weight, a_log, dt_bias, window, cu_seqlens, slots, fresh, *keys, values, square, decay,
         q.stride(0), k.stride(0), v.stride(0), f.stride(0), beta.stride(0), *window.stride(),
         sizes.slots, sizes.sequences, heads, lower_bound or 0.0,
-        BV=padded_v, LEVELS=chunk.bit_length() - 1, BOUNDED=lower_bound is not None, ANCHORED=anchored(lower_bound, chunk),
+        BV=padded_v, LEVELS=chunk.bit_length() - 1, BOUNDED=lower_bound is not None, ANCHORED=middle,
         SCALE=key_dim**-0.5, EPS=L2_EPS, RATE_MAX=MAX_A_LOG, LEAST_G=least_log_decay(torch.float32),
         PARTS=prepare_parts, SPLIT=q.dtype != torch.float32, **dims,
-        num_warps=tile.prepare_warps, maxnreg=tile.registers, enable_fp_fusion=True,
+        num_warps=tile.prepare_warps, maxnreg=tile.registers if middle else None, enable_fp_fusion=True,
     )  # fmt: skip
     kda_prefill_scan_kernel[(sizes.sequences * heads * (padded_v // rows),)](
         q, k, v, state, window, cu_seqlens, slots, fresh, *keys, values, square, decay, out,

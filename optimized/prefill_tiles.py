@@ -14,7 +14,8 @@ class PrefillTile:
     chunk: tokens that are solved at a time. rows: of V in a program of the scan; 16 for each warp keep every product inside
     its warp. warps and stages: of the scan. prepare_warps, norm_warps: of the two kernels that run over all chunks at once.
     parts: of K in the scan, one for each warp, so that few rows still keep several warps busy; 1 leaves K whole.
-    registers: the most that a thread of the first may have, so that more of them share an SM; None for no limit.
+    registers: the most that a thread of the first may have where a chunk splits at its middle, so that more programs share
+    an SM: 168 makes it three, for 8 bytes on the stack (Triton 3.6). None for no limit; the other form needs them all.
     """
 
     rows: int
@@ -47,9 +48,9 @@ WIDE = "enough chains to fill the device: wider slices read the chunks' matrices
 
 PREFILL_TILES = (
     PrefillRule((CPU,), (*HALF, *FP32), None, PrefillTile(128, 4, 1), "fewest interpreted operations"),
-    PrefillRule(GPUS, HALF, 16, PrefillTile(16, 4, 4, parts=4), NARROW),
-    PrefillRule(GPUS, HALF, 32, PrefillTile(32, 2, 4), WIDE),
-    PrefillRule(GPUS, HALF, None, PrefillTile(64, 4, 4), WIDE),
+    PrefillRule(GPUS, HALF, 16, PrefillTile(16, 4, 4, parts=4, registers=168), NARROW),
+    PrefillRule(GPUS, HALF, 32, PrefillTile(32, 2, 4, registers=168), WIDE),
+    PrefillRule(GPUS, HALF, None, PrefillTile(64, 4, 4, registers=168), WIDE),
     PrefillRule(GPUS, FP32, None, PrefillTile(16, 8, 2, prepare_warps=8), "products without tensor cores spill with fewer warps"),
 )
 

@@ -86,6 +86,17 @@ def test_columns_of_one_wide_projection_are_read_in_place() -> None:
     assert within(given) and same_bits(wide, before)
 
 
+def test_rows_of_a_projection_beyond_31_bits_are_reached() -> None:
+    """Tokens 2^30 elements apart on a base that is touched nowhere else."""
+    given = prompt([3], heads=1)
+    far = torch.empty(2**31 + 512, dtype=BF16)
+    for name in ("q", "v", "f", "gate"):
+        offset = 64 * list(given).index(name)
+        rows = far.as_strided(given[name].shape, (2**30, 1), offset)
+        given[name] = rows.copy_(given[name])
+    assert within(given)
+
+
 @pytest.mark.parametrize("split", [0, 1, 2, 3, 15, 16, 17, 33, 68, 69, 70])
 def test_a_prompt_in_two_pieces_is_the_prompt_in_one_within_the_noise(split: int) -> None:
     given = prompt([70], heads=1)
