@@ -14,6 +14,11 @@ from torch import Tensor
 At = Callable[[str, Tensor], Tensor]
 
 KDA_CELL = ("conv", "q", "k", "g", "decay", "beta", "read", "delta", "state", "core", "norm", "gate", "out")
+KDA_CHUNK = (
+    "conv", "q", "k", "g", "beta", "gcum", "q_in", "k_in", "k_out", "akk", "aqk", "inv", "w", "u", "s_in", "dl", "core", "state", "norm",
+    "gate", "out",
+)  # fmt: skip
+KDA = tuple(dict.fromkeys(KDA_CELL[: KDA_CELL.index("state")] + KDA_CHUNK))
 BOUNDARY = frozenset({"state", "out"})  # what is stored; everything else is interior
 
 ACTIVATION = "activation"  # in a contract: the dtype of the activations of the case
@@ -33,9 +38,9 @@ class Contract:
     deterministic: bool = True
 
     def __post_init__(self) -> None:
-        unknown = [point for point in self.rounds if point not in KDA_CELL or point in BOUNDARY]
+        unknown = [point for point in self.rounds if point not in KDA or point in BOUNDARY]
         if unknown:
-            interior = ", ".join(point for point in KDA_CELL if point not in BOUNDARY)
+            interior = ", ".join(point for point in KDA if point not in BOUNDARY)
             raise ValueError(f"contract: {', '.join(unknown)} can't round; interior points are {interior}")
         if self.accumulate not in ("fp32", "mma_bf16", "mma_tf32", "mma_fp8"):
             raise ValueError(f"contract: accumulate is one of fp32, mma_bf16, mma_tf32, mma_fp8, got {self.accumulate!r}")
