@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from optimized import interpreter
-from optimized.kda_decode import _softplus
+from optimized.kda_cell import softplus
 
 interpreter.repair()
 
@@ -200,7 +200,7 @@ def kda_prefill_prepare_kernel(
     if BOUNDED:  # in base 2 from here on
         g = (lower_bound * LOG2E) * _unit_sigmoid(rate * x)
     else:
-        g = -rate * LOG2E * _softplus(x)
+        g = -rate * LOG2E * softplus(x)
     if not ANCHORED:
         g = tl.where(g < LEAST_G * LOG2E, LEAST_G * LOG2E, g)
     g = tl.where(valid[:, None], g, 0.0)

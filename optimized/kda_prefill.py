@@ -13,20 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimized import arch, interpreter
+from optimized import arch, contracts, interpreter
+from optimized.kda_cell import shift
 from optimized.kda_chunk import _chunk_of, _unit_sigmoid, kda_prefill_prepare_kernel
-from optimized.kda_decode import _shift
 from optimized.prefill_tiles import PrefillTile, prefill_tile
 from reference import validate
 from reference.kda import L2_EPS, MAX_A_LOG
 from reference.kda_chunk import least_log_decay
-from reference.points import ACTIVATION, Contract
 
 interpreter.repair()
 
-CONTRACT = Contract(
-    rounds=dict.fromkeys(("q_in", "k_in", "k_out", "aqk", "inv", "w", "u", "s_in", "dl", "core"), ACTIVATION), accumulate="mma_bf16"
-)
+CONTRACT = contracts.PREFILL
 LEAST_DOT = 16  # the smallest side of a matrix product
 ANCHOR_SPAN = 80.0  # nats: exp of it, and of its negative, are normal in FP32 and BF16
 
@@ -49,7 +46,7 @@ def _leave_window(x, x_stride, window, tap_stride, channel_stride, section, colu
     t2 = tl.where(length < 2, t2, tl.load(last - x_stride, mask=inside & (length >= 2), other=0.0).to(tl.float32))
     t3 = tl.where(length < 1, t3, tl.load(last, mask=inside & (length >= 1), other=0.0).to(tl.float32))
     tl.debug_barrier()
-    _shift(window, section + column, tap_stride, channel_stride, inside, t1, t2, t3)
+    shift(window, section + column, tap_stride, channel_stride, inside, t1, t2, t3)
 
 
 @triton.jit(do_not_specialize=["num_slots"])

@@ -149,7 +149,7 @@ class Case:
         problem = self.problem
         x = self.activations(step)
         width = sum(part.shape[1] for part in x.values())
-        projection = GuardedRows(problem.tokens, width, 8 - width % 8, problem.activation, problem.device)
+        projection = GuardedRows(problem.rows, width, 8 - width % 8, problem.activation, problem.device)
         views = dict(zip(x, projection.rows.split([part.shape[1] for part in x.values()], dim=1), strict=True))
         for name, part in x.items():
             views[name].copy_(part)
@@ -159,5 +159,5 @@ class Case:
     def activations(self, step: int) -> dict[str, Tensor]:
         """[T, D] each, in the dtype of the case."""
         problem = self.problem
-        x = regimes.token_inputs(self.regime, self.kda, self.weights["a_log"], problem.tokens, self.generator(2 + step))
+        x = regimes.token_inputs(self.regime, self.kda, self.weights["a_log"], problem.rows, self.generator(2 + step))
         return {name: value.to(problem.activation) for name, value in x.items()}

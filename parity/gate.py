@@ -53,7 +53,7 @@ def blank(problem: Problem, impl: Implementation, reference: Implementation | No
     return {
         "case": str(problem), "op": problem.op, "impl": impl.name, "reference": reference.name if reference else REFERENCE,
         "model": problem.model, "arch": problem.workload().arch, "heads": problem.heads, "batch": problem.batch,
-        "tokens": problem.tokens, "dtype": problem.dtype, "state_dtype": problem.state_dtype, "regime": problem.regime,
+        "tokens": problem.rows, "dtype": problem.dtype, "state_dtype": problem.state_dtype, "regime": problem.regime,
         "steps": problem.steps, "seed": problem.seed, "impl_hash": impl.source_hash(), "contract": contract,
         "verdict": Verdict.VACUOUS, "reason": "", "path": None, "output": None, "state": None, "drift": [], "growth_slope": None,
         "first_divergence": None, "invariants": {}, "memory": None, "seconds": 0.0,

@@ -16,7 +16,7 @@ from parity import limits
 from parity.buffers import same_bits
 from parity.case import Case, Pools
 from parity.oracle import Operator
-from parity.phases import PHASES, anew
+from parity.phases import PHASES, anew, no_sequences, reverse
 from parity.trajectory import run
 
 
@@ -27,8 +27,9 @@ class Bench:
         self.case, self.call, self.capturable, self.library = case, call, capturable, library
         self.step = 1 + PHASES[case.problem.op].history
         self.inputs = case.inputs(self.step)
-        self.before = case.pools() if self.step > 1 else None
+        self.before: Pools | None = None
         for step in range(1, self.step):
+            self.before = self.before or case.pools()
             run(call, case, self.before, case.inputs(step).tensors)
         self.base, self.base_pools = self.run()
 
@@ -90,14 +91,10 @@ def _slot_permutation(bench: Bench) -> bool | None:
     """
     if bench.case.problem.batch < 2:
         return None
-    x = {name: _reversed(value, bench.case.problem.batch) for name, value in bench.inputs.tensors.items()}
-    out, pools = bench.run(x=x, slots=bench.base_pools.slots.flip(0))
-    return (bench.close_to_base if bench.library else bench.equals_base)(_reversed(out, bench.case.problem.batch), pools, slice(None))
-
-
-def _reversed(x: Tensor, sequences: int) -> Tensor:
-    """Rows [T, ...] with the sequences in reverse order, each as it is."""
-    return x.unflatten(0, (sequences, -1)).flip(0).flatten(0, 1)
+    rows = bench.inputs.tokens.reversed_rows()
+    x = {name: value[rows] for name, value in bench.inputs.activations.items()}
+    out, pools = bench.run(x=x | reverse(bench.inputs.others), slots=bench.base_pools.slots.flip(0))
+    return (bench.close_to_base if bench.library else bench.equals_base)(out[rows.argsort()], pools, slice(None))
 
 
 def _padding(bench: Bench) -> bool:
@@ -124,8 +121,8 @@ def _padding(bench: Bench) -> bool:
 def _empty_batch(bench: Bench) -> bool:
     """No sequences: an empty output, nothing touched."""
     pools = bench.pools()
-    x = {name: value[:0] for name, value in bench.inputs.tensors.items()}
-    run(bench.call, bench.case, pools, x, slots=pools.slots[:0])
+    x = {name: value[:0] for name, value in bench.inputs.activations.items()}
+    run(bench.call, bench.case, pools, x | no_sequences(bench.inputs.others), slots=pools.slots[:0])
     initial = bench.pools()
     return same_bits(pools.state, initial.state) and same_bits(pools.window, initial.window)
 

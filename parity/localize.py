@@ -130,6 +130,8 @@ def _hypotheses(oracle: Oracle, step: Step, sequence: int) -> Iterator[Hypothesi
     for cause, runs in PHASES[oracle.case.problem.op].mistaken(oracle.case, step.call.number, inputs.activations).items():
         own = runs[sequence : sequence + 1]
         yield Hypothesis("state", cause, oracle.predict(own, state, window, torch.float64, rounding(oracle.roundings)))
+    if oracle.chunked:  # the chunk form has other points
+        return
     yield Hypothesis("decay", "decay applied after the update", predict(_decay_after_update()))
     yield Hypothesis("decay", "no decay", predict(_replaced("decay", 1.0)))
     yield Hypothesis("delta", "update dropped", predict(_replaced("delta", 0.0)))

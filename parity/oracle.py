@@ -1,16 +1,17 @@
 """The reference as the harness asks it: one step from given states, in a given dtype, with given roundings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from parity import limits
 from parity.case import Case
 from parity.tokens import Tokens
-from reference import kda, kda_verify
-from reference.points import At, Contract, exact, grafted, rounding, tapped
+from reference import kda, kda_chunk, kda_verify
+from reference.points import At, Contract, exact, flipped, grafted, rounding, tapped, tie_distance
 from reference.precision import full_precision
 
 
@@ -34,16 +35,37 @@ class Oracle:
         self.case = case
         self.declared = contract is not None
         self.roundings = (contract or Contract()).resolve(case.problem.activation)
+        self.chunked = contract is not None and contract.accumulate != "fp32" and bool(self.roundings)
         self.lowest = torch.float64
 
     @full_precision
     def predict(
         self, tokens: Tokens, state: Tensor, window: Tensor, dtype: torch.dtype, at: At | Sequence[At] = exact, **changed: object
     ) -> Prediction:
-        """One step from rows `state` [N, H, V, K] and `window` [N, 3, channels].
+        """One step from rows `state` [N, H, V, K] and `window` [N, 3, channels], in the form that the contract is for.
 
         at: one for all tokens, or one for each. `changed` replaces weights or settings.
         """
+        if self.chunked and callable(at):
+            return self._chunks(tokens, state, window, dtype, at, **changed)
+        return self._tokens(tokens, state, window, dtype, at, **changed)
+
+    def _chunks(self, tokens: Tokens, state: Tensor, window: Tensor, dtype: torch.dtype, at: At, **changed: object) -> Prediction:
+        """The chunk form, whose roundings are those of a kernel's matrix products."""
+        given = {**self.case.weights, **self.case.settings, **{name: tokens.packed(x) for name, x in tokens.x.items()}, **changed}
+        arguments: dict[str, Any] = {name: value.to(dtype) if isinstance(value, Tensor) else value for name, value in given.items()}
+        q, k = arguments.pop("q"), arguments.pop("k")
+        new_state, new_window = state.to(dtype, copy=True).contiguous(), window.to(dtype, copy=True)
+        out = kda_chunk.prefill(
+            q, k, **arguments, state=new_state, window=new_window, slots=torch.arange(len(state), dtype=torch.int32, device=state.device),
+            cu_seqlens=torch.tensor(tokens.offsets, dtype=torch.int32, device=state.device), at=at,
+        )  # fmt: skip
+        return Prediction(out.unflatten(1, (state.shape[1], -1)), new_state, new_window)
+
+    def _tokens(
+        self, tokens: Tokens, state: Tensor, window: Tensor, dtype: torch.dtype, at: At | Sequence[At], **changed: object
+    ) -> Prediction:
+        """The recurrence, token by token."""
         given = {**self.case.weights, **self.case.settings, **changed}
         weights: dict[str, Any] = {name: value.to(dtype) if isinstance(value, Tensor) else value for name, value in given.items()}
         x = {name: value.to(dtype) for name, value in tokens.x.items()}
@@ -61,10 +83,12 @@ class Oracle:
 
     def exact(self, tokens: Tokens, state: Tensor, window: Tensor) -> Prediction:
         """FP64, nothing rounded."""
-        return self.predict(tokens, state, window, torch.float64, self._watched(exact))
+        return self._tokens(tokens, state, window, torch.float64, self._watched(exact))
 
     def gold(self, tokens: Tokens, state: Tensor, window: Tensor) -> Prediction:
         """FP64, rounded at interior points where the contract says so."""
+        if self.chunked:
+            return self.predict(tokens, state, window, torch.float64, self._watched(rounding(self.roundings)))
         values: list[dict[str, Tensor]] = [{} for _ in range(tokens.longest)]
         ats = [self._watched(tapped(each, rounding(self.roundings), self.roundings)) for each in values]
         gold = self.predict(tokens, state, window, torch.float64, ats)
@@ -75,7 +99,13 @@ class Oracle:
         """What is healthy: the FP32 reference, going on from the gold's values where the contract rounds.
 
         A rounding swallows the noise before it, or flips it at a near tie: that is allowed for head by head, and no noise.
+        The chunk form rounds so much that flips are everywhere: there those of all near ties are part of the noise.
         """
+        if self.chunked:
+            single = self.predict(tokens, state, window, torch.float32, rounding(self.roundings))
+            turned = self.predict(tokens, state, window, torch.float64, _all_flipped(self.roundings))
+            out = _spread(gold.out, single.out, turned.out)
+            return Prediction(out, _spread(gold.state, single.state, turned.state), gold.window)
         return self.predict(tokens, state, window, torch.float32, [grafted(values) for values in gold.rounded])
 
     def _watched(self, at: At) -> At:
@@ -85,6 +115,24 @@ class Oracle:
             return at(name, x)
 
         return watch
+
+
+def _all_flipped(dtypes: Mapping[str, torch.dtype]) -> At:
+    """Every value whose tie its noise may reach rounded to the other side."""
+
+    def at(name: str, x: Tensor) -> Tensor:
+        if name not in dtypes:
+            return x
+        noise = torch.finfo(torch.float32).eps * torch.maximum(x.abs(), x.square().mean(-1, keepdim=True).sqrt())
+        return flipped(dtypes, {name: tie_distance(x, dtypes[name]) <= limits.FLIP_NOISE * noise})(name, x)
+
+    return at
+
+
+def _spread(gold: Tensor, *sides: Tensor) -> Tensor:
+    """The gold, as far off as the sides are together, and nowhere less than they are on average: a flip may fall anywhere."""
+    away = torch.stack([(side.double() - gold).abs() for side in sides]).sum(0)
+    return gold + away + gold.abs() * (away.norm() / gold.norm().clamp(min=limits.SMALLEST_NORMAL))
 
 
 Pair = tuple[Tensor, Tensor]
@@ -103,5 +151,5 @@ Operator = Callable[..., Tensor]
 
 def entry_points() -> frozenset[object]:
     """Code of the reference's operators: a candidate that enters one of these is compared with itself."""
-    functions = (kda.decode, kda.prefill, kda.step, kda_verify.verify, kda_verify.commit)
+    functions = (kda.decode, kda.prefill, kda.step, kda_chunk.prefill, kda_chunk.chunk_step, kda_verify.verify, kda_verify.commit)
     return frozenset(getattr(function, "__wrapped__", function).__code__ for function in functions)

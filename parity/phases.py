@@ -6,6 +6,7 @@ the references take them from the inputs of that step.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +31,7 @@ class Phase:
     make: Callable[["Case", int, dict[str, Tensor]], Made]
     mistaken: Callable[["Case", int, dict[str, Tensor]], dict[str, Tokens]] = lambda case, step, x: {}
     drafted: bool = False
+    varlen: bool = False
     history: int = 0
 
 
@@ -70,9 +72,40 @@ def _miscounted(case: "Case", step: int, x: dict[str, Tensor]) -> dict[str, Toke
     return {cause: _replaying(case, step, x, count.tolist()) for cause, count in counts.items()}
 
 
+def _prefill(case: "Case", step: int, x: dict[str, Tensor]) -> Made:
+    """A piece of each sequence; every further step continues it. Lengths are the case's, the same in each step."""
+    lengths = sequence_lengths(case)
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=case.problem.device)
+    runs = {name: value.new_zeros(len(lengths), max(lengths, default=0), value.shape[1]) for name, value in x.items()}
+    for name, value in x.items():
+        for sequence, part in enumerate(value.split(lengths)):
+            runs[name][sequence, : len(part)] = part
+    return {"cu_seqlens": ends}, Tokens(runs, lengths, (0,) * len(lengths), lengths)
+
+
+def sequence_lengths(case: "Case") -> tuple[int, ...]:
+    """Lengths that add up to the problem's tokens: cut at random; of three sequences and more, one is empty and one has one token."""
+    problem, generator = case.problem, case.generator(0)
+    free = problem.batch - 2 if problem.batch > 2 and problem.tokens else problem.batch
+    left = problem.tokens - (free < problem.batch)
+    cuts = torch.randint(0, left + 1, (max(free - 1, 0),), generator=generator, device=problem.device).sort().values.tolist()
+    lengths = [b - a for a, b in pairwise([0, *cuts, left])]
+    return (0, *lengths[:-1], 1, lengths[-1]) if free < problem.batch else tuple(lengths[:free])
+
+
 def anew(others: dict[str, Tensor], fresh: Tensor) -> dict[str, Tensor]:
     """A step's further arguments as they are for sequences that start from zero: nothing is pending."""
     return {name: value.masked_fill(fresh, 0) if name == "accepted" else value for name, value in others.items()}
+
+
+def no_sequences(others: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A step's further arguments for no sequence at all."""
+    return {name: value[:1] if name == "cu_seqlens" else value[:0] for name, value in others.items()}
+
+
+def reverse(others: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A step's further arguments for the sequences in reverse order."""
+    return {name: value[-1] - value.flip(0) if name == "cu_seqlens" else value.flip(0) for name, value in others.items()}
 
 
 def accepted_counts(case: "Case", step: int) -> Tensor:
@@ -84,4 +117,8 @@ def accepted_counts(case: "Case", step: int) -> Tensor:
     return counts.to(torch.int32)
 
 
-PHASES = {"kda.decode": Phase(_decode), "kda.verify": Phase(_verify, _miscounted, drafted=True, history=1)}
+PHASES = {
+    "kda.decode": Phase(_decode),
+    "kda.verify": Phase(_verify, _miscounted, drafted=True, history=1),
+    "kda.prefill": Phase(_prefill, varlen=True),
+}

@@ -12,10 +12,18 @@ from reference.points import DTYPES
 from reference.presets import Preset, preset
 
 DRAFTS = 3  # of a verify, unless a problem says otherwise
+TOKENS = 70  # of a prefill: a chunk of 64 and some
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-RANGES = {"heads": (1, 4096), "batch": (0, 1 << 20), "drafts": (0, 7), "steps": (0, 1 << 20), "seed": (-1, (1 << 31) - 1)}
+RANGES = {
+    "heads": (1, 4096),
+    "batch": (0, 1 << 20),
+    "drafts": (0, 7),
+    "tokens": (0, 1 << 24),
+    "steps": (0, 1 << 20),
+    "seed": (-1, (1 << 31) - 1),
+}
 
 
 def check_device(device: str) -> None:
@@ -31,19 +39,21 @@ def check_device(device: str) -> None:
 
 @dataclass(frozen=True)
 class Problem:
-    """One row of a sweep. heads: on this rank. batch: sequences. drafts: S of a verify. seed -1: derived from everything else."""
+    """One row of a sweep. heads: on this rank. batch: sequences. drafts: S of a verify. tokens: of a prefill's
+    step, in all sequences. seed -1: derived from everything else."""
 
     op: str
     model: str = "glm-5.3-flash"
     heads: int = 2
     batch: int = 2
-    drafts: int = 0
     dtype: str = "bf16"
     state_dtype: str = "fp32"
     regime: str = "random"
     steps: int = 16
     device: str = "cpu"
     seed: int = -1
+    drafts: int = 0
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         from parity.regimes import REGIMES
@@ -58,10 +68,12 @@ class Problem:
         check_device(self.device)
         if self.op not in registry.operators():
             raise ValueError(f"operator: expected one of {', '.join(registry.operators())}, got {self.op!r}")
-        if self.drafts and not PHASES[self.op].drafted:
-            raise ValueError(f"drafts: {self.op} takes none, got {self.drafts}")
-        if not self.drafts and PHASES[self.op].drafted:
-            object.__setattr__(self, "drafts", DRAFTS)
+        phase = PHASES[self.op]
+        for name, taken, otherwise in (("drafts", phase.drafted, DRAFTS), ("tokens", phase.varlen, TOKENS)):
+            if getattr(self, name) and not taken:
+                raise ValueError(f"{name}: {self.op} takes none, got {getattr(self, name)}")
+            if not getattr(self, name) and taken:
+                object.__setattr__(self, name, otherwise)
         if self.seed < 0:
             object.__setattr__(self, "seed", self._derived_seed())
 
@@ -72,12 +84,12 @@ class Problem:
 
     def _shown(self) -> list[Field[Any]]:
         """The fields that mean something to this operator."""
-        return [f for f in fields(self) if f.name != "drafts" or self.drafts]
+        return [f for f in fields(self) if f.name not in ("drafts", "tokens") or getattr(self, f.name)]
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a step, of all sequences."""
-        return self.batch * (1 + self.drafts)
+    def rows(self) -> int:
+        """Rows of the activations in a step."""
+        return (self.tokens if self.batch else 0) if PHASES[self.op].varlen else self.batch * (1 + self.drafts)
 
     @property
     def shape(self) -> Preset:

@@ -5,7 +5,7 @@ only replayed, then the golden token, after which the pools are stored, then the
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -45,6 +45,11 @@ class Tokens:
         """The rows of the output that belong to a range of sequences."""
         start, stop, _ = sequences.indices(len(self.length))
         return slice(self.offsets[start], self.offsets[stop])
+
+    def reversed_rows(self) -> Tensor:
+        """The rows of the output, or of activations without replayed tokens, with the sequences in reverse order."""
+        parts = [torch.arange(start, end) for start, end in pairwise(self.offsets)]
+        return torch.cat([torch.arange(0), *reversed(parts)]).to(self.x["q"].device)
 
     def place(self, row: int) -> tuple[int, int]:
         """The sequence and the token of a row of the output."""

@@ -136,9 +136,16 @@ def test_drafts_belong_to_verify() -> None:
     ] == [1, 2]
 
 
-def test_a_sweep_of_all_operators_gives_drafts_to_verify_only() -> None:
-    found = {(task.problem.op, task.problem.drafts) for task in sweep.tasks(sweep.Options(drafts=(5,)))}
-    assert found == {("kda.decode", 0), ("kda.verify", 5)}
+def test_a_sweep_of_all_operators_gives_each_what_it_takes() -> None:
+    found = {(task.problem.op, task.problem.drafts, task.problem.tokens) for task in sweep.tasks(sweep.Options(drafts=(5,), tokens=(9,)))}
+    assert found == {("kda.decode", 0, 0), ("kda.prefill", 0, 9), ("kda.verify", 5, 0)}
+
+
+def test_an_implementation_of_ones_own_is_of_one_operator() -> None:
+    with pytest.raises(
+        ValueError, match=r"^operator: tests.candidates:healthy implements one of kda.decode, kda.prefill, kda.verify; name it"
+    ):
+        sweep.tasks(sweep.Options(impl=("tests.candidates:healthy",)))
 
 
 def test_decode_is_one_token_of_the_same_trajectory() -> None:
