@@ -51,6 +51,8 @@ def sweep(
     model: Annotated[str | None, _many("Presets.")] = None,
     heads: Annotated[str | None, _many("Heads on this rank.")] = None,
     batch: Annotated[str | None, _many("Sequences.")] = None,
+    drafts: Annotated[str | None, _many("Drafts of a verify, 1 to 7.")] = None,
+    tokens: Annotated[str | None, _many("Tokens of a prefill's step, in all sequences.")] = None,
     dtype: Annotated[str | None, _many("Activations: bf16, fp16, fp32.")] = None,
     state_dtype: Annotated[str | None, _many("State pool: fp32, bf16.")] = None,
     regime: Annotated[str | None, _many("Input regimes.")] = None,
@@ -69,8 +71,8 @@ def sweep(
 ) -> None:
     """Parity over operators x heads x batch x dtype x state dtype x regime x implementation."""
     given = dict(
-        op=op or None, model=model, heads=heads, batch=batch, dtype=dtype, state_dtype=state_dtype, regime=regime, steps=steps,
-        impl=impl, reference=reference, seed=seed, device=device,
+        op=op or None, model=model, heads=heads, batch=batch, drafts=drafts, tokens=tokens, dtype=dtype, state_dtype=state_dtype,
+        regime=regime, steps=steps, impl=impl, reference=reference, seed=seed, device=device,
     )  # fmt: skip
     options = _options(config, given)
     from parity import catalog, record, render, sweep

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from optimized import registry, tiles
 from optimized.arch import CPU, GPUS, arch
+from optimized.prefill_tiles import PrefillTile, prefill_tile
 from optimized.registry import Workload
 from optimized.tiles import Tile
 
@@ -25,14 +26,19 @@ class Choice:
 
     impl: str
     reason: str
-    tile: Tile | None
+    tile: Tile | PrefillTile | None
     rejected: tuple[tuple[str, str], ...]
 
 
+TABLES = {"kda.decode": tiles.TILES, "kda.verify": tiles.VERIFY}
 RULES = (
     Rule("kda.decode", GPUS, "triton", "the whole cell in one launch, state updated in place by slot"),
     Rule("kda.decode", GPUS, "fla", "conv update, fused recurrence by slot and gated norm in three or more launches"),
     Rule("kda.decode", (*GPUS, CPU), "torch", "a chain of torch operators, gathers and scatters the rows"),
+    Rule("kda.prefill", GPUS, "triton", "chunks prepared all at once, a scan over them, the gated norm: three launches"),
+    Rule("kda.prefill", (*GPUS, CPU), "torch", "the eager decode token by token on copies of the rows"),
+    Rule("kda.verify", GPUS, "triton", "replay, golden token and drafts in one launch, the state read once and stored once"),
+    Rule("kda.verify", (*GPUS, CPU), "torch", "the eager decode token by token on copies of the rows"),
 )
 
 
@@ -55,11 +61,18 @@ def choose(work: Workload, without: Collection[str] = ()) -> Choice:
             continue
         runs, reason = known[rule.impl].supports(work) if rule.impl in known else (False, "not registered")
         if runs:
-            chosen = tiles.tile(work.arch, work.state_dtype, work.batch * work.heads) if rule.impl == "triton" else None
+            chosen = _tile(work) if rule.impl == "triton" else None
             return Choice(rule.impl, rule.reason, chosen, tuple(rejected))
         rejected.append((rule.impl, reason))
     told = "; ".join(f"{name}: {reason}" for name, reason in rejected)
     raise ValueError(f"dispatch: nothing runs {work.op} on {work.arch}: {told}")
+
+
+def _tile(work: Workload) -> Tile | PrefillTile:
+    programs = work.batch * work.heads
+    if work.op == "kda.prefill":
+        return prefill_tile(work.arch, work.dtype, programs)
+    return tiles.tile(work.arch, work.state_dtype, programs, TABLES[work.op])
 
 
 def matrix(work: Workload, without: Collection[str] = ()) -> dict[str, Choice]:

@@ -14,17 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optimized import arch, gemm_tiles, interpreter, tiles
+from optimized import arch, contracts, gemm_tiles, interpreter, tiles
 from optimized.gemm_tiles import GemmTile, MixerPlan
 from optimized.kda_fused import FusedWeights
-from reference import kda, validate, validate_mixer
+from reference import validate, validate_mixer
 from reference.batch import Batch, Phase
-from reference.points import ACTIVATION, KDA_MIXER, Contract
 
-# What a GEMM stores, and what the cell hands to the last one.
-CONTRACT = Contract(
-    rounds=dict.fromkeys(("proj_qkv", "proj_f_a", "proj_f", "proj_g_a", "proj_g", "proj_b", "out"), ACTIVATION), points=KDA_MIXER
-)
+CONTRACT, PREFILL_CONTRACT = contracts.MIXER, contracts.MIXER_PREFILL  # of generations, of contexts
 
 
 def mixer(
@@ -39,8 +35,8 @@ def mixer(
 ) -> Tensor:
     """`reference.kda_mixer.mixer` with fused weights; arguments, pools, errors and return value as there.
 
-    BF16, FP16 or FP32 activations, FP32 or BF16 state; rounds as CONTRACT says. May be captured in a CUDA graph, batches of
-    contexts excepted. CPU tensors only in Triton's interpreter.
+    BF16, FP16 or FP32 activations, FP32 or BF16 state; rounds as CONTRACT says for generations, PREFILL_CONTRACT for contexts.
+    Reads no value on the host, so that a CUDA graph may capture it. CPU tensors only in Triton's interpreter.
     """
     if not isinstance(weights, FusedWeights):
         raise TypeError(f"weights: expected a kda_fused.FusedWeights, got {type(weights).__name__}; call kda_fused.fuse once, at load")
@@ -138,8 +134,9 @@ def _decode(plan: MixerPlan, q: Tensor, k: Tensor, *, state: Tensor, slots: Tens
 
 
 def _prefill(plan: MixerPlan, **given: Any) -> Tensor:
-    """The reference, which reads the lengths on the host; the seam of the prefill kernel."""
-    return kda.prefill(**given)
+    from optimized import kda_prefill
+
+    return kda_prefill.prefill(**given)
 
 
 CELLS: Mapping[Phase, Callable[..., Tensor]] = {"decode": _decode, "prefill": _prefill}

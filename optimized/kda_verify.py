@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimized import arch, interpreter, tiles
+from optimized import arch, contracts, interpreter, tiles
 from optimized.kda_cell import delta_rule, load_rows, shift, sigmoid, store_rows, tap_weights
 from optimized.kda_replay import cached, carried_taps, convolved, decays, l2norms, replay_rows, store_drafts, tokens
 from reference import validate
@@ -21,9 +21,8 @@ from reference.kda import L2_EPS, MAX_A_LOG
 from reference.kda_offsets import Offsets
 from reference.kda_replay import Replay
 from reference.kda_verify import checked_offsets
-from reference.points import Contract
 
-CONTRACT = Contract()  # FP32 from the raw inputs to the stores; caches hold raw inputs, so they round nothing
+CONTRACT = contracts.EXACT
 
 
 @triton.jit(do_not_specialize=["num_slots"])

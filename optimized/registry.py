@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from optimized import interpreter
+from optimized import contracts, interpreter
 from optimized.arch import CPU
-from reference.points import ACTIVATION, Contract
+from reference.points import Contract
 
 ENTRY_POINTS = "glm_workbench.implementations"
 OURS = Path(__file__).resolve().parents[1]
@@ -156,13 +156,13 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
     (entry.op, entry.name): entry
     for entry in (
         Implementation(
-            "kda.decode", "triton", "optimized.kda_decode:decode", Contract(), ("kda_decode_kernel",), _triton_runs, ("triton",)
+            "kda.decode", "triton", "optimized.kda_decode:decode", contracts.EXACT, ("kda_decode_kernel",), _triton_runs, ("triton",)
         ),
         Implementation(
             "kda.decode",
             "fla",
             "optimized.peers.fla:decode",
-            Contract(rounds={"conv": ACTIVATION, "core": ACTIVATION}),
+            contracts.STAGED,
             ("causal_conv1d_update_kernel", "fused_recurrent_kda_fwd_kernel", "layer_norm_gated_fwd_kernel"),
             _fla_runs,
             ("fla-core", "triton"),
@@ -171,11 +171,43 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "kda.decode",
             "torch",
             "optimized.peers.eager:decode",
-            Contract(rounds={"conv": ACTIVATION, "core": ACTIVATION}),
+            contracts.STAGED,
             ("aten::bmm", "aten::baddbmm_", "aten::silu"),
             _torch_runs,
             ("torch",),
             capturable=False,  # the rows of padding are selected on the host
+        ),
+        Implementation(
+            "kda.prefill",
+            "triton",
+            "optimized.kda_prefill:prefill",
+            contracts.PREFILL,
+            ("kda_prefill_prepare_kernel", "kda_prefill_scan_kernel", "kda_prefill_norm_kernel"),
+            _triton_runs,
+            ("triton",),
+        ),
+        Implementation(
+            "kda.prefill",
+            "torch",
+            "optimized.peers.eager_prefill:prefill",
+            contracts.STAGED,
+            ("aten::bmm", "aten::baddbmm_", "aten::silu"),
+            _torch_runs,
+            ("torch",),
+            capturable=False,
+        ),
+        Implementation(
+            "kda.verify", "triton", "optimized.kda_verify:verify", contracts.EXACT, ("kda_verify_kernel",), _triton_runs, ("triton",)
+        ),
+        Implementation(
+            "kda.verify",
+            "torch",
+            "optimized.peers.eager_verify:verify",
+            contracts.STAGED,
+            ("aten::bmm", "aten::baddbmm_", "aten::silu"),
+            _torch_runs,
+            ("torch",),
+            capturable=False,
         ),
     )
 }

@@ -118,8 +118,7 @@ def _layers(problem: Problem) -> list[Layer]:
 
 
 def _arguments(layer: Layer) -> dict[str, Any]:
-    pools = {"state": layer.pools.state, "window": layer.pools.window, "slots": layer.pools.slots}
-    return {**layer.case.weights, **layer.case.settings, **layer.inputs, **pools}
+    return {**layer.case.weights, **layer.case.settings, **layer.inputs, **layer.pools.arguments()}
 
 
 def _implementations(problem: Problem, layers: list[Layer]) -> list[Contender]:

@@ -1,13 +1,17 @@
 """The tensors of a problem: weights, initial pools and the inputs of each step, all from its seed."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parity import regimes
 from parity.buffers import GuardedRows, same_bits
+from parity.phases import PHASES
 from parity.problem import Problem
+from parity.tokens import Tokens
+from reference.kda_replay import Replay
 
 SPARE_SLOTS = 2  # slots that no sequence of the case names
 POOL_GAP = 48  # elements between slots: a padded pool
@@ -22,6 +26,8 @@ class Pools:
     state: Tensor  # [slots, H, V, K]
     window: Tensor  # [slots, 3, channels]
     slots: Tensor  # int32 [N]
+    caches: dict[str, GuardedRows]  # by name, of `replay`
+    replay: Replay | None  # the candidate's own, where its operator has drafts
 
     @property
     def index(self) -> Tensor:
@@ -33,16 +39,37 @@ class Pools:
         named[self.index] = True
         return (~named).nonzero().flatten()
 
+    def arguments(self) -> dict[str, Any]:
+        """The pools as an operator's arguments."""
+        replay = {} if self.replay is None else {"replay": self.replay}
+        return {"state": self.state, "window": self.window, "slots": self.slots, **replay}
+
+    def guarded(self) -> list[GuardedRows]:
+        """All memory of the pools."""
+        return [self.state_rows, self.window_rows, *self.caches.values()]
+
+    def take(self, other: "Pools") -> None:
+        """Become a copy of other pools of the case."""
+        self.slots.copy_(other.slots)
+        for own, theirs in zip(self.guarded(), other.guarded(), strict=True):
+            own.rows.copy_(theirs.rows)
+
     def bytes(self) -> int:
         return self.state_rows.rows.numel() * self.state.itemsize + self.window_rows.rows.numel() * self.window.itemsize
 
 
 @dataclass
 class StepInputs:
-    """The activations of one step, as views of one wide projection, and that projection."""
+    """The arguments of one step: activations as views of one wide projection, others by sequence; the activations run by run."""
 
     projection: GuardedRows
-    tensors: dict[str, Tensor]
+    activations: dict[str, Tensor]
+    others: dict[str, Tensor]
+    tokens: Tokens
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.activations | self.others
 
 
 @dataclass
@@ -53,7 +80,7 @@ class Call:
     inputs: StepInputs
     state_before: Tensor  # [N, H, V, K], the candidate's own
     window_before: Tensor  # [N, 3, channels]
-    out: Tensor  # [N, H, V]
+    out: Tensor  # [T, H, V]
     inputs_intact: bool
 
 
@@ -66,7 +93,7 @@ class Case:
         self.kda = problem.shape.kda
         heads, key_dim, value_dim = problem.heads, self.kda.key_dim, self.kda.value_dim
         self.channels = heads * (2 * key_dim + value_dim)
-        generator = self._generator(0)
+        generator = self.generator(0)
         a_log = torch.rand(heads, generator=generator, device=problem.device) * 1.3863  # exp(a_log) in [1, 4]
         self.weights = {
             "conv_weight": (self._normal((self.channels, 4), generator) * 0.5).to(problem.activation),
@@ -77,7 +104,8 @@ class Case:
         self.given = {name: weight.clone() for name, weight in self.weights.items()}  # what a candidate may damage
         self.settings = {"lower_bound": self.kda.lower_bound, "norm_eps": problem.shape.norm_eps}
 
-    def _generator(self, stream: int) -> torch.Generator:
+    def generator(self, stream: int) -> torch.Generator:
+        """Random numbers of a stream: 0 weights, 1 pools, 2 + step its activations, -step what else it draws."""
         generator = torch.Generator(self.problem.device)
         generator.manual_seed(self.problem.seed * 100_003 + stream)
         return generator
@@ -92,7 +120,7 @@ class Case:
     def pools(self) -> Pools:
         """The initial pools, new memory at every call and the same values."""
         problem, kda = self.problem, self.kda
-        generator = self._generator(1)
+        generator = self.generator(1)
         count = problem.batch + SPARE_SLOTS
         row = (problem.heads, kda.value_dim, kda.key_dim)
         state_rows = GuardedRows(count, problem.heads * kda.value_dim * kda.key_dim, POOL_GAP, problem.pool, problem.device)
@@ -102,15 +130,34 @@ class Case:
             state_rows.rows[slot] = (self._normal(row, generator) * self.regime.state).flatten().to(problem.pool)
             window_rows.rows[slot] = self._normal((3 * self.channels,), generator).to(problem.activation)
         state = state_rows.rows.unflatten(1, row)
-        return Pools(state_rows, window_rows, state, window_rows.rows.unflatten(1, (3, self.channels)), slots)
+        caches = self._caches(count)
+        replay = Replay(**{name: part.rows.unflatten(1, (problem.drafts, -1)) for name, part in caches.items()}) if caches else None
+        return Pools(state_rows, window_rows, state, window_rows.rows.unflatten(1, (3, self.channels)), slots, caches, replay)
+
+    def _caches(self, count: int) -> dict[str, GuardedRows]:
+        """Replay caches, poisoned: what no verify has written must not be read."""
+        problem = self.problem
+        if not problem.drafts:
+            return {}
+        widths = {"qkv": self.channels, "f": problem.heads * self.kda.key_dim, "beta": problem.heads}
+        return {
+            name: GuardedRows(count, problem.drafts * width, POOL_GAP, problem.activation, problem.device) for name, width in widths.items()
+        }
 
     def inputs(self, step: int) -> StepInputs:
-        """The activations of one step."""
+        """The arguments of one step, all but weights, settings and pools."""
         problem = self.problem
-        x = regimes.token_inputs(self.regime, self.kda, self.weights["a_log"], problem.batch, self._generator(2 + step))
+        x = self.activations(step)
         width = sum(part.shape[1] for part in x.values())
-        projection = GuardedRows(problem.batch, width, 8 - width % 8, problem.activation, problem.device)
+        projection = GuardedRows(problem.rows, width, 8 - width % 8, problem.activation, problem.device)
         views = dict(zip(x, projection.rows.split([part.shape[1] for part in x.values()], dim=1), strict=True))
         for name, part in x.items():
             views[name].copy_(part)
-        return StepInputs(projection, views)
+        arguments, tokens = PHASES[problem.op].make(self, step, views)
+        return StepInputs(projection, views, arguments, tokens)
+
+    def activations(self, step: int) -> dict[str, Tensor]:
+        """[T, D] each, in the dtype of the case."""
+        problem = self.problem
+        x = regimes.token_inputs(self.regime, self.kda, self.weights["a_log"], problem.rows, self.generator(2 + step))
+        return {name: value.to(problem.activation) for name, value in x.items()}

@@ -7,12 +7,12 @@ from typing import Any
 from optimized import registry
 from parity.problem import DTYPES, STATE_DTYPES
 from parity.regimes import REGIMES
-from reference import kda
-from reference.points import BOUNDARY, KDA_CELL
+from reference import kda, kda_verify
+from reference.points import BOUNDARY, KDA, KDA_CELL
 from reference.presets import PRESETS
 
-REFERENCES: dict[str, Callable[..., Any]] = {"kda.decode": kda.decode}
-POINTS = {"kda.decode": KDA_CELL}
+REFERENCES: dict[str, Callable[..., Any]] = {"kda.decode": kda.decode, "kda.prefill": kda.prefill, "kda.verify": kda_verify.verify}
+POINTS = {"kda.decode": KDA_CELL, "kda.prefill": KDA, "kda.verify": KDA_CELL}
 
 
 def signature(op: str) -> inspect.Signature:

@@ -53,7 +53,7 @@ def blank(problem: Problem, impl: Implementation, reference: Implementation | No
     return {
         "case": str(problem), "op": problem.op, "impl": impl.name, "reference": reference.name if reference else REFERENCE,
         "model": problem.model, "arch": problem.workload().arch, "heads": problem.heads, "batch": problem.batch,
-        "tokens": problem.batch, "dtype": problem.dtype, "state_dtype": problem.state_dtype, "regime": problem.regime,
+        "tokens": problem.rows, "dtype": problem.dtype, "state_dtype": problem.state_dtype, "regime": problem.regime,
         "steps": problem.steps, "seed": problem.seed, "impl_hash": impl.source_hash(), "contract": contract,
         "verdict": Verdict.VACUOUS, "reason": "", "path": None, "output": None, "state": None, "drift": [], "growth_slope": None,
         "first_divergence": None, "invariants": {}, "memory": None, "seconds": 0.0,
@@ -90,7 +90,7 @@ def _run(problem: Problem, impl: Implementation, reference: Implementation | Non
 
 def _prove(case: Case, impl: Implementation, reference: Implementation | None) -> Proof:
     """One observed step, apart from everything that is judged."""
-    call, pools, inputs = impl.load(), case.pools(), case.inputs(invariants.FIRST_STEP)
+    call, pools, inputs = impl.load(), case.pools(), case.inputs(1)
     if case.problem.device.startswith("cuda"):  # what tunes or compiles itself does so here
         trajectory.run(call, case, case.pools(), inputs.tensors)
     tensors = [*inputs.tensors.values(), pools.state, pools.window]
@@ -133,14 +133,15 @@ class Tally:
         over = ratio.over(limit)
         stale = (~step.window_exact).nonzero()
         if self.first is None and (over > 1 or len(stale)):
-            tensor, (sequence, head) = (name, ratio.worst) if over > 1 else ("window", (int(stale[0]), 0))
-            self.first = localize.first_divergence(self.oracle, pools, step, tensor, sequence, head)
+            tensor, (row, head) = (name, ratio.worst) if over > 1 else ("window", (int(stale[0]), 0))
+            self.first = localize.first_divergence(self.oracle, pools, step, tensor, row, head)
             if over > 1:
                 by_head = ratio.head / limit.head >= ratio.tensor / limit.tensor
                 self.first |= {"noise_ratio": ratio.head if by_head else ratio.tensor, "limit": limit.head if by_head else limit.tensor}
                 self.first |= {"limit_of": "head" if by_head else "tensor"}
         if over > 1 and (self.largest is None or over > self.largest["over"]):
-            sequence, head = ratio.worst
+            row, head = ratio.worst
+            sequence = step.call.inputs.tokens.place(row)[0] if name == "output" else row
             self.largest = {"step": step.call.number, "tensor": name, "sequence": sequence, "head": head, "over": over}
 
     def beyond(self) -> dict[str, float]:

@@ -16,9 +16,8 @@ from parity import limits
 from parity.buffers import same_bits
 from parity.case import Case, Pools
 from parity.oracle import Operator
+from parity.phases import PHASES, anew, no_sequences, reverse
 from parity.trajectory import run
-
-FIRST_STEP = 1
 
 
 class Bench:
@@ -26,14 +25,26 @@ class Bench:
 
     def __init__(self, case: Case, call: Operator, capturable: bool, library: bool) -> None:
         self.case, self.call, self.capturable, self.library = case, call, capturable, library
-        self.inputs = case.inputs(FIRST_STEP)
+        self.step = 1 + PHASES[case.problem.op].history
+        self.inputs = case.inputs(self.step)
+        self.before: Pools | None = None
+        for step in range(1, self.step):
+            self.before = self.before or case.pools()
+            run(call, case, self.before, case.inputs(step).tensors)
         self.base, self.base_pools = self.run()
+
+    def pools(self) -> Pools:
+        """New pools, as they are before the step."""
+        pools = self.case.pools()
+        if self.before is not None:
+            pools.take(self.before)
+        return pools
 
     def run(
         self, prepare: Callable[[Pools], None] | None = None, x: dict[str, Tensor] | None = None, **changed: Tensor
     ) -> tuple[Tensor, Pools]:
         """One step on new pools, after `prepare` changed them."""
-        pools = self.case.pools()
+        pools = self.pools()
         if prepare is not None:
             prepare(pools)
         return run(self.call, self.case, pools, x or self.inputs.tensors, **changed), pools
@@ -49,7 +60,8 @@ class Bench:
 
     def _beside_base(self, out: Tensor, pools: Pools, sequences: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """A row at a time, so that large pools need no copies."""
-        yield out[sequences], self.base[sequences]
+        rows = self.inputs.tokens.rows(sequences)
+        yield out[rows], self.base[rows]
         for slot in self.base_pools.slots[sequences].tolist():
             yield pools.state[slot], self.base_pools.state[slot]
             yield pools.window[slot], self.base_pools.window[slot]
@@ -58,11 +70,8 @@ class Bench:
 def untouched(pools: Pools) -> dict[str, bool]:
     """After a run: slots that nobody named, and everything between and around the rows, still hold 0xFF."""
     spare = pools.spare()
-    poison = [rows[spare].contiguous().view(torch.uint8) for rows in (pools.state_rows.rows, pools.window_rows.rows)]
-    return {
-        "untouched_slots": all(bool((part == 0xFF).all()) for part in poison),
-        "gaps": pools.state_rows.intact() and pools.window_rows.intact(),
-    }
+    poison = [part.rows[spare].contiguous().view(torch.uint8) for part in pools.guarded()]
+    return {"untouched_slots": all(bool((part == 0xFF).all()) for part in poison), "gaps": all(part.intact() for part in pools.guarded())}
 
 
 def check(case: Case, call: Operator, *, capturable: bool, library: bool) -> dict[str, bool]:
@@ -82,9 +91,10 @@ def _slot_permutation(bench: Bench) -> bool | None:
     """
     if bench.case.problem.batch < 2:
         return None
-    x = {name: value.flip(0) for name, value in bench.inputs.tensors.items()}
-    out, pools = bench.run(x=x, slots=bench.base_pools.slots.flip(0))
-    return (bench.close_to_base if bench.library else bench.equals_base)(out.flip(0), pools, slice(None))
+    rows = bench.inputs.tokens.reversed_rows()
+    x = {name: value[rows] for name, value in bench.inputs.activations.items()}
+    out, pools = bench.run(x=x | reverse(bench.inputs.others), slots=bench.base_pools.slots.flip(0))
+    return (bench.close_to_base if bench.library else bench.equals_base)(out[rows.argsort()], pools, slice(None))
 
 
 def _padding(bench: Bench) -> bool:
@@ -96,19 +106,24 @@ def _padding(bench: Bench) -> bool:
         slots = bench.base_pools.slots.clone()
         slots[rows] = outside
         out, pools = bench.run(slots=slots)
-        initial, padded = bench.case.pools(), pools.index[rows]
+        initial, padded = bench.pools(), pools.index[rows]
         kept = same_bits(pools.state[padded], initial.state[padded]) and same_bits(pools.window[padded], initial.window[padded])
         live = slice(rows.stop, batch) if rows.start == 0 else slice(0, rows.start)
-        held &= kept and bool((out[rows] == 0).all()) and bench.close_to_base(out, pools, live) and all(untouched(pools).values())
+        held &= (
+            kept
+            and bool((out[bench.inputs.tokens.rows(rows)] == 0).all())
+            and bench.close_to_base(out, pools, live)
+            and all(untouched(pools).values())
+        )
     return held
 
 
 def _empty_batch(bench: Bench) -> bool:
     """No sequences: an empty output, nothing touched."""
-    pools = bench.case.pools()
-    x = {name: value[:0] for name, value in bench.inputs.tensors.items()}
-    run(bench.call, bench.case, pools, x, slots=pools.slots[:0])
-    initial = bench.case.pools()
+    pools = bench.pools()
+    x = {name: value[:0] for name, value in bench.inputs.activations.items()}
+    run(bench.call, bench.case, pools, x | no_sequences(bench.inputs.others), slots=pools.slots[:0])
+    initial = bench.pools()
     return same_bits(pools.state, initial.state) and same_bits(pools.window, initial.window)
 
 
@@ -116,15 +131,16 @@ def _neighbours(bench: Bench) -> bool | None:
     """NaN in the last sequence's inputs and state changes nobody else."""
     if bench.case.problem.batch < 2:
         return None
-    x = {name: value.clone() for name, value in bench.inputs.tensors.items()}
+    batch = bench.case.problem.batch
+    x = {name: value.clone() for name, value in bench.inputs.activations.items()}
     for value in x.values():
-        value[-1] = torch.nan
+        value[bench.inputs.tokens.rows(slice(batch - 1, batch))] = torch.nan
 
     def poison(pools: Pools) -> None:
         pools.state[pools.index[-1]] = torch.nan
 
-    out, pools = bench.run(poison, x)
-    return bench.equals_base(out, pools, slice(0, bench.case.problem.batch - 1))
+    out, pools = bench.run(poison, x | bench.inputs.others)
+    return bench.equals_base(out, pools, slice(0, batch - 1))
 
 
 def _fresh(bench: Bench) -> bool:
@@ -141,7 +157,7 @@ def _fresh(bench: Bench) -> bool:
     for fresh, value in ((place % 2 == 0, torch.nan), (place % 2 == 1, torch.nan), (place >= 0, torch.inf)):
         if not bool(fresh.any()):
             continue
-        zeroed, zeroed_pools = bench.run(filled(0.0, fresh))
+        zeroed, zeroed_pools = bench.run(filled(0.0, fresh), bench.inputs.activations | anew(bench.inputs.others, fresh))
         out, pools = bench.run(filled(value, fresh), fresh=fresh)
         if not same_bits(out, zeroed) or not same_bits(pools.state, zeroed_pools.state) or not same_bits(pools.window, zeroed_pools.window):
             return False
@@ -166,7 +182,7 @@ def _graph_replay(bench: Bench) -> bool | None:
     """A graph captured on other inputs and slots gives, on the current ones, what a direct call gives; twice, with a call between."""
     if bench.base.device.type != "cuda" or not bench.capturable:
         return None
-    pools, x = bench.case.pools(), bench.case.inputs(FIRST_STEP + 1).tensors
+    pools, x = bench.pools(), bench.case.inputs(bench.step + 1).tensors
     pools.slots.copy_(bench.base_pools.slots.flip(0))
     run(bench.call, bench.case, pools, x)  # what tunes or compiles itself does so here
     torch.cuda.synchronize()
@@ -175,12 +191,11 @@ def _graph_replay(bench: Bench) -> bool | None:
         out = run(bench.call, bench.case, pools, x)
     held = True
     for _ in range(2):
-        initial = bench.case.pools()
-        for static, current in ((pools.state, initial.state), (pools.window, initial.window), (pools.slots, initial.slots)):
-            static.copy_(current)
+        initial = bench.pools()
+        pools.take(initial)
         for name, value in bench.inputs.tensors.items():
             x[name].copy_(value)
-        del initial, static, current
+        del initial
         bench.run()
         graph.replay()
         held &= bench.equals_base(out, pools)

@@ -15,6 +15,8 @@ from torch import Tensor
 from parity import limits, metrics
 from parity.case import Pools
 from parity.oracle import Oracle, Prediction
+from parity.phases import PHASES
+from parity.tokens import Tokens
 from parity.trajectory import Step
 from reference.points import BOUNDARY, KDA_CELL, At, exact, rounding
 
@@ -30,16 +32,19 @@ class Hypothesis:
     prediction: Prediction
 
 
-def first_divergence(oracle: Oracle, pools: Pools, step: Step, tensor: str, sequence: int, head: int) -> dict[str, Any]:
-    """The facts of a step beyond its limit, for the worst (sequence, head) of `tensor` (output, state or window)."""
-    call = step.call
-    start = _start(oracle, step, sequence)
+def first_divergence(oracle: Oracle, pools: Pools, step: Step, tensor: str, row: int, head: int) -> dict[str, Any]:
+    """The facts of a step beyond its limit, for the worst head of a row of `tensor`: of the output, or a sequence's state or window."""
+    call, tokens = step.call, step.call.inputs.tokens
+    sequence, token = tokens.place(row) if tensor == "output" else (row, 0)
+    start = _start(step, sequence)
     gold = oracle.gold(*start)
     facts: dict[str, Any] = {"step": call.number, "tensor": tensor, "sequence": sequence, "head": head}
+    if tensor == "output" and tokens.longest > 1:
+        facts["token"] = token
     if tensor == "window":
         return facts | _in_window(oracle, pools.window[pools.index[sequence]], gold.window[0])
-    out, state = call.out[sequence], pools.state[pools.index[sequence]]
-    candidate, expected = (out, gold.out[0]) if tensor == "output" else (state, gold.state[0])
+    out, state = call.out[tokens.rows(slice(sequence, sequence + 1))], pools.state[pools.index[sequence]]
+    candidate, expected = (out[token], gold.out[token]) if tensor == "output" else (state, gold.state[0])
     facts |= _element(candidate[head], expected[head], ("value",) if tensor == "output" else ("value", "key"))
     fallback = "out" if tensor == "output" else "state"
     if not bool(candidate.isfinite().all()):
@@ -61,10 +66,9 @@ def _in_window(oracle: Oracle, window: Tensor, gold: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _start(oracle: Oracle, step: Step, sequence: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def _start(step: Step, sequence: int) -> tuple[Tokens, Tensor, Tensor]:
     row = slice(sequence, sequence + 1)
-    x = {name: value[row] for name, value in step.call.inputs.tensors.items()}
-    return x, step.call.state_before[row], step.call.window_before[row]
+    return step.call.inputs.tokens[row], step.call.state_before[row], step.call.window_before[row]
 
 
 def _element(candidate: Tensor, gold: Tensor, axes: tuple[str, ...]) -> dict[str, Any]:
@@ -81,7 +85,7 @@ def _explain(oracle: Oracle, step: Step, sequence: int, out: Tensor, state: Tens
     """The hypothesis that leaves the least of the residual, over the heads that are off; unknown when it leaves too much."""
 
     def residual(prediction: Prediction) -> Tensor:  # [H]
-        return _share(out, prediction.out[0], gold.out[0]) + _share(state, prediction.state[0], gold.state[0])
+        return _share(*(x.transpose(0, 1) for x in (out, prediction.out, gold.out))) + _share(state, prediction.state[0], gold.state[0])
 
     before = residual(gold)
     off = before >= limits.OFF_HEADS * before.max()
@@ -101,11 +105,11 @@ def _share(candidate: Tensor, predicted: Tensor, gold: Tensor) -> Tensor:
 
 
 def _hypotheses(oracle: Oracle, step: Step, sequence: int) -> Iterator[Hypothesis]:
-    x, state, window = _start(oracle, step, sequence)
+    tokens, state, window = _start(step, sequence)
 
     def predict(at: At = exact, state: Tensor = state, window: Tensor = window, **changed: object) -> Prediction:
         contract = rounding(oracle.roundings)
-        return oracle.predict(x, state, window, torch.float64, lambda name, value: at(name, contract(name, value)), **changed)
+        return oracle.predict(tokens, state, window, torch.float64, lambda name, value: at(name, contract(name, value)), **changed)
 
     for point in KDA_CELL:
         for name, dtype in ROUNDED.items():
@@ -118,10 +122,16 @@ def _hypotheses(oracle: Oracle, step: Step, sequence: int) -> Iterator[Hypothesi
             yield Hypothesis(first, f"{first} and {second} rounded to {oracle.case.problem.dtype}", pair)
     for point in oracle.roundings:
         others = {name: dtype for name, dtype in oracle.roundings.items() if name != point}
-        unrounded = oracle.predict(x, state, window, torch.float64, rounding(others))
+        unrounded = oracle.predict(tokens, state, window, torch.float64, rounding(others))
         yield Hypothesis(point, f"{point} not rounded, against its contract", unrounded)
     if oracle.roundings:
-        yield Hypothesis("conv", "nothing rounded inside, against its contract", oracle.predict(x, state, window, torch.float64))
+        yield Hypothesis("conv", "nothing rounded inside, against its contract", oracle.predict(tokens, state, window, torch.float64))
+    inputs = step.call.inputs
+    for cause, runs in PHASES[oracle.case.problem.op].mistaken(oracle.case, step.call.number, inputs.activations).items():
+        own = runs[sequence : sequence + 1]
+        yield Hypothesis("state", cause, oracle.predict(own, state, window, torch.float64, rounding(oracle.roundings)))
+    if oracle.chunked:  # the chunk form has other points
+        return
     yield Hypothesis("decay", "decay applied after the update", predict(_decay_after_update()))
     yield Hypothesis("decay", "no decay", predict(_replaced("decay", 1.0)))
     yield Hypothesis("delta", "update dropped", predict(_replaced("delta", 0.0)))

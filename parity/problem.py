@@ -1,18 +1,29 @@
 """A problem: everything that makes a parity row reproducible, and its one-line spelling."""
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
+from typing import Any
 
 import torch
 
 from optimized import arch, registry
+from parity.phases import PHASES
 from reference.points import DTYPES
 from reference.presets import Preset, preset
 
+DRAFTS = 3  # of a verify, unless a problem says otherwise
+TOKENS = 70  # of a prefill: a chunk of 64 and some
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-RANGES = {"heads": (1, 4096), "batch": (0, 1 << 20), "steps": (0, 1 << 20), "seed": (-1, (1 << 31) - 1)}
+RANGES = {
+    "heads": (1, 4096),
+    "batch": (0, 1 << 20),
+    "drafts": (0, 7),
+    "tokens": (0, 1 << 24),
+    "steps": (0, 1 << 20),
+    "seed": (-1, (1 << 31) - 1),
+}
 
 
 def check_device(device: str) -> None:
@@ -28,7 +39,8 @@ def check_device(device: str) -> None:
 
 @dataclass(frozen=True)
 class Problem:
-    """One row of a sweep. heads: on this rank. batch: sequences. seed -1: derived from everything else."""
+    """One row of a sweep. heads: on this rank. batch: sequences. drafts: S of a verify. tokens: of a prefill's
+    step, in all sequences. seed -1: derived from everything else."""
 
     op: str
     model: str = "glm-5.3-flash"
@@ -40,6 +52,8 @@ class Problem:
     steps: int = 16
     device: str = "cpu"
     seed: int = -1
+    drafts: int = 0
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         from parity.regimes import REGIMES
@@ -54,13 +68,28 @@ class Problem:
         check_device(self.device)
         if self.op not in registry.operators():
             raise ValueError(f"operator: expected one of {', '.join(registry.operators())}, got {self.op!r}")
+        phase = PHASES[self.op]
+        for name, taken, otherwise in (("drafts", phase.drafted, DRAFTS), ("tokens", phase.varlen, TOKENS)):
+            if getattr(self, name) and not taken:
+                raise ValueError(f"{name}: {self.op} takes none, got {getattr(self, name)}")
+            if not getattr(self, name) and taken:
+                object.__setattr__(self, name, otherwise)
         if self.seed < 0:
             object.__setattr__(self, "seed", self._derived_seed())
 
     def _derived_seed(self) -> int:
         """Stable over processes. The device and the count of steps are left out: a longer run starts with the same steps."""
-        key = "|".join(str(getattr(self, f.name)) for f in fields(self) if f.name not in ("seed", "device", "steps"))
+        key = "|".join(str(getattr(self, f.name)) for f in self._shown() if f.name not in ("seed", "device", "steps"))
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1
+
+    def _shown(self) -> list[Field[Any]]:
+        """The fields that mean something to this operator."""
+        return [f for f in fields(self) if f.name not in ("drafts", "tokens") or getattr(self, f.name)]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the activations in a step."""
+        return (self.tokens if self.batch else 0) if PHASES[self.op].varlen else self.batch * (1 + self.drafts)
 
     @property
     def shape(self) -> Preset:
@@ -82,7 +111,7 @@ class Problem:
         )
 
     def __str__(self) -> str:
-        settings = ",".join(f"{_option(f.name)}={getattr(self, f.name)}" for f in fields(self)[1:])
+        settings = ",".join(f"{_option(f.name)}={getattr(self, f.name)}" for f in self._shown()[1:])
         return f"{self.op}:{settings}"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from optimized import registry
 from optimized.registry import Implementation
 from parity import gate, record
+from parity.phases import PHASES
 from parity.problem import Problem, parse
 from parity.record import Record, Row, Verdict
 from parity.regimes import DEFAULT_REGIMES
@@ -24,6 +25,8 @@ class Options:
     model: tuple[str, ...] = ("glm-5.3-flash",)
     heads: tuple[int, ...] = (2,)
     batch: tuple[int, ...] = (2,)
+    drafts: tuple[int, ...] = (0,)
+    tokens: tuple[int, ...] = (0,)
     dtype: tuple[str, ...] = ("bf16",)
     state_dtype: tuple[str, ...] = ("fp32", "bf16")
     regime: tuple[str, ...] = DEFAULT_REGIMES
@@ -36,7 +39,7 @@ class Options:
 
 ON_GPU = replace(Options(), heads=(16, 64), batch=(1, 16), steps=64)
 LISTS = {field.name for field in fields(Options) if field.name not in ("steps", "reference", "device")}
-NUMBERS = {"heads", "batch", "seed"}
+NUMBERS = {"heads", "batch", "drafts", "tokens", "seed"}
 
 
 def layered(device: str, config: Path | None, given: dict[str, Any]) -> Options:
@@ -105,8 +108,13 @@ class Task:
 def tasks(options: Options) -> list[Task]:
     """Every row of a sweep, checked before the first one runs."""
     found = []
+    own = [name for name in options.impl if ":" in name]
+    if own and not options.op:
+        raise ValueError(f"operator: {own[0]} implements one of {', '.join(registry.operators())}; name it before --impl")
     for problem in problems(options):
-        names = options.impl or tuple(entry.name for entry in registry.implementations(problem.op))
+        here = tuple(entry.name for entry in registry.implementations(problem.op))
+        elsewhere = {entry.name for op in registry.operators() for entry in registry.implementations(op)}.difference(here)
+        names = [name for name in options.impl or here if name not in elsewhere or options.op]
         reference = None if options.reference == gate.REFERENCE else registry.find(problem.op, options.reference)
         found += [Task(problem, registry.find(problem.op, name), reference) for name in names]
     return found
@@ -119,10 +127,12 @@ def problems(options: Options) -> list[Problem]:
 
 
 def _product(op: str, options: Options) -> Iterator[Problem]:
-    for model, heads, batch, dtype, state_dtype, regime, seed in itertools.product(
-        options.model, options.heads, options.batch, options.dtype, options.state_dtype, options.regime, options.seed
-    ):
-        yield Problem(op, model, heads, batch, dtype, state_dtype, regime, options.steps, options.device, seed)
+    phase = PHASES.get(op)  # None: no operator, which the problem says
+    drafts = options.drafts if phase and phase.drafted else (0,)
+    tokens = options.tokens if phase and phase.varlen else (0,)
+    cases = itertools.product(options.model, options.heads, options.batch, options.dtype, options.state_dtype, options.regime)
+    for case, seed, *runs in itertools.product(cases, options.seed, drafts, tokens):
+        yield Problem(op, *case, options.steps, options.device, seed, *runs)
 
 
 def run(

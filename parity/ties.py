@@ -5,6 +5,7 @@ where it can happen: the floor of a head that is off grows by what a flip of eac
 without near ties keep their floor, and a fault is seen there.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,10 @@ from parity import limits, metrics
 from parity.case import Call, Case
 from parity.metrics import Moments
 from parity.oracle import Oracle, Prediction
+from parity.tokens import Tokens
 from reference.points import KDA_CELL, At, flipped, grafted, rounding, tapped, tie_distance
 
+Shape = tuple[int, int, int]
 GROUP = 512  # heads at a time: what bounds the memory
 
 
@@ -24,24 +27,34 @@ def allow(oracle: Oracle, call: Call, stored: torch.dtype, output: Moments, stat
 
     Nothing to do, and nothing done, where the contract rounds nothing inside.
     """
-    if not oracle.roundings:
+    if not oracle.roundings or oracle.chunked:
         return
-    off = torch.zeros_like(output.error, dtype=torch.bool)
-    for m, dtype in ((output, call.out.dtype), (state, stored)):  # below half, no head can take a tensor beyond its limit
-        off |= metrics.head_ratios(m) > limits.boundary(dtype).tensor / 2
-    pairs = off.nonzero()
-    for start in range(0, len(pairs), GROUP):
-        sequence, head = pairs[start : start + GROUP].unbind(1)
-        effects = _Flips(oracle, gather(oracle.case, call, sequence, head)).effects()
-        output.ties[sequence, head], state.ties[sequence, head] = effects.square()
+    tokens = call.inputs.tokens
+    off = [metrics.head_ratios(m) > limits.boundary(dtype).tensor / 2 for m, dtype in ((output, call.out.dtype), (state, stored))]
+    starts = torch.tensor(tokens.offsets, device=off[0].device)
+    owner = torch.repeat_interleave(torch.arange(len(tokens.length), device=starts.device), starts.diff())  # of each row of the output
+    pairs = off[1].index_put((owner,), off[0], accumulate=True).nonzero()  # below half, no head can take a tensor beyond its limit
+    for shape, group in _groups(tokens, pairs):
+        sequence, head = group.unbind(1)
+        out, after = _Flips(oracle, gather(oracle.case, call, sequence, head, shape)).effects()
+        rows = starts[sequence, None] + torch.arange(out.shape[1], device=starts.device)
+        output.ties[rows, head[:, None]], state.ties[sequence, head] = out.square(), after.square()
+
+
+def _groups(tokens: Tokens, pairs: Tensor) -> Iterator[tuple[Shape, Tensor]]:
+    """(sequence, head) pairs whose sequences run alike, so that they can be heads of one sequence."""
+    shapes = list(zip(tokens.length, tokens.replayed, tokens.stored, strict=True))
+    for shape in dict.fromkeys(shapes):
+        alike = torch.tensor([own == shape for own in shapes], device=pairs.device)
+        yield from ((shape, group) for group in pairs[alike[pairs[:, 0]]].split(GROUP) if len(group))
 
 
 @dataclass
 class Heads:
-    """Heads of some sequences, each with all that its step needs: a batch of its own, since heads share nothing.
+    """Heads of sequences that run alike, each with all that its step needs: heads of one sequence, since heads share nothing.
 
-    x: activations [M, D]. state [M, V, K], window and conv_weight by section ([M, 3, D], [M, D, 4]), a_log [M], dt_bias
-    [M, K].
+    x: activations [M, L, D]. state [M, V, K], window and conv_weight by section ([M, 3, D], [M, D, 4]), a_log [M], dt_bias
+    [M, K]. shape: length, replayed and stored of `Tokens`.
     """
 
     x: dict[str, Tensor]
@@ -50,17 +63,19 @@ class Heads:
     conv_weight: tuple[Tensor, ...]
     a_log: Tensor
     dt_bias: Tensor
+    shape: Shape
 
     def __getitem__(self, rows: Tensor) -> "Heads":
         return Heads(
             {name: value[rows] for name, value in self.x.items()}, self.state[rows], tuple(part[rows] for part in self.window),
-            tuple(part[rows] for part in self.conv_weight), self.a_log[rows], self.dt_bias[rows],
+            tuple(part[rows] for part in self.conv_weight), self.a_log[rows], self.dt_bias[rows], self.shape,
         )  # fmt: skip
 
-    def predict(self, oracle: Oracle, at: At, dtype: torch.dtype = torch.float64) -> Prediction:
-        """The step of these heads as one sequence's: out [1, M, V], state [1, M, V, K]."""
+    def predict(self, oracle: Oracle, at: Sequence[At], dtype: torch.dtype = torch.float64) -> Prediction:
+        """The step of these heads as one sequence's: out [T, M, V], state [1, M, V, K]."""
+        x = {name: value.transpose(0, 1).flatten(1)[None] for name, value in self.x.items()}
         return oracle.predict(
-            {name: value.reshape(1, -1) for name, value in self.x.items()},
+            Tokens(x, *((count,) for count in self.shape)),
             self.state[None],
             torch.cat([part.transpose(0, 1).flatten(1) for part in self.window], dim=1)[None],
             dtype,
@@ -71,81 +86,93 @@ class Heads:
         )
 
 
-def gather(case: Case, call: Call, sequence: Tensor, head: Tensor) -> Heads:
+def gather(case: Case, call: Call, sequence: Tensor, head: Tensor, shape: Shape) -> Heads:
     """Head `head[i]` of sequence `sequence[i]`, for every i."""
     count, kda, weights = case.problem.heads, case.kda, case.weights
     sections = [count * kda.key_dim, count * kda.key_dim, count * kda.value_dim]
+    longest = shape[0]
     return Heads(
-        {name: value.unflatten(1, (count, -1))[sequence, head] for name, value in call.inputs.tensors.items()},
+        {name: value[:, :longest].unflatten(2, (count, -1))[sequence, :, head] for name, value in call.inputs.tokens.x.items()},
         call.state_before[sequence, head],
         tuple(part.unflatten(2, (count, -1))[sequence, :, head] for part in call.window_before.split(sections, dim=2)),
         tuple(part.unflatten(0, (count, -1))[head] for part in weights["conv_weight"].split(sections)),
         weights["a_log"][head],
         weights["dt_bias"].unflatten(0, (count, -1))[head],
+        shape,
     )
 
 
 class _Flips:
-    """The near ties of some heads, and what flipping them does. A head's values stand point after point, [M, W]."""
+    """The near ties of some heads, and what flipping them does. A head's values stand token by token, [M, L, W]."""
 
     def __init__(self, oracle: Oracle, heads: Heads) -> None:
-        self.oracle, self.heads = oracle, heads
+        self.oracle, self.heads, self.longest = oracle, heads, heads.shape[0]
         self.points = [name for name in KDA_CELL if name in oracle.roundings]
-        rounded: dict[str, Tensor] = {}
-        values, self.gold = self._run(heads, tapped(rounded, rounding(oracle.roundings), self.points))
-        single, _ = self._run(heads, grafted(rounded), torch.float32)
-        self.widths = [x.shape[1] for x in values]
-        self.values = torch.cat(values, dim=1)
-        self.reach = torch.cat([_reach(*pair) for pair in zip(values, single, strict=True)], dim=1)
-        self.distance = torch.cat([tie_distance(x, oracle.roundings[point]) for point, x in zip(self.points, values, strict=True)], dim=1)
+        rounded: list[dict[str, Tensor]] = [{} for _ in range(self.longest)]
+        values, self.gold = self._run(heads, [tapped(each, rounding(oracle.roundings), self.points) for each in rounded])
+        single, _ = self._run(heads, [grafted(each) for each in rounded], torch.float32)
+        self.widths = [x.shape[2] for x in values]
+        self.values = torch.cat(values, dim=2)
+        self.reach = torch.cat([_reach(*pair) for pair in zip(values, single, strict=True)], dim=2)
+        self.distance = torch.cat([tie_distance(x, oracle.roundings[point]) for point, x in zip(self.points, values, strict=True)], dim=2)
 
-    def effects(self) -> Tensor:
-        """How far the output and the state may be moved, [2, M].
+    def effects(self) -> tuple[Tensor, Tensor]:
+        """How far each row of the output [M, T] and the state [M] may be moved.
 
         Element by element: by each near tie alone, added up, and by the values that these flips may carry to a tie of their own.
         """
-        near = self.distance <= self.reach
-        out, state, shift = (torch.zeros_like(x) for x in (self.gold.out[0], self.gold.state[0], self.values))
+        near = (self.distance <= self.reach).flatten(1)
+        out, state, shift = (torch.zeros_like(x) for x in (self.gold.out.transpose(0, 1), self.gold.state[0], self.values))
         count, order = near.sum(1), near.int().argsort(1, descending=True)
         for rank in range(int(count.max())):
             rows = (count > rank).nonzero().flatten()
             self._add(rows, torch.zeros_like(near[rows]).scatter(1, order[rows, rank, None], True), out, state, shift)
-        carried = (self.distance <= self.reach + shift) & ~near
+        carried = (self.distance <= self.reach + shift).flatten(1) & ~near
         rows = carried.any(1).nonzero().flatten()
         if len(rows):
             self._add(rows, carried[rows], out, state, shift)
-        return torch.stack([out.norm(dim=1), state.flatten(1).norm(dim=1)])
+        return out.norm(dim=2), state.flatten(1).norm(dim=1)
 
     def _add(self, rows: Tensor, marks: Tensor, out: Tensor, state: Tensor, shift: Tensor) -> None:
         """Add what flipping the marked values moves: the output, the state, and the values before they round."""
-        flips = dict(zip(self.points, marks.split(self.widths, dim=1), strict=True))
-        if "conv" in flips:
-            flips["conv"] = torch.cat([part.flatten() for part in flips["conv"].split(self._sections(1), dim=1)])
-        values, moved = self._run(self.heads[rows], flipped(self.oracle.roundings, flips))
-        out[rows] += (moved.out[0] - self.gold.out[0, rows]).abs()
+        ats = [flipped(self.oracle.roundings, self._flips(marks)) for marks in marks.unflatten(1, (self.longest, -1)).unbind(1)]
+        values, moved = self._run(self.heads[rows], ats)
+        out[rows] += (moved.out - self.gold.out[:, rows]).abs().transpose(0, 1)
         state[rows] += (moved.state[0] - self.gold.state[0, rows]).abs()
-        shift[rows] += (torch.cat(values, dim=1) - self.values[rows]).abs()
+        shift[rows] += (torch.cat(values, dim=2) - self.values[rows]).abs()
 
-    def _run(self, heads: Heads, at: At, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Prediction]:
-        """The values at each rounding point before they round, [m, values of the head], and the step."""
-        values: dict[str, Tensor] = {}
+    def _flips(self, marks: Tensor) -> dict[str, Tensor]:
+        """Marks of one token, [m, W], by point and in its order of values."""
+        flips = dict(zip(self.points, marks.split(self.widths, dim=1), strict=True))
+        if "conv" in flips:  # its channels stand section by section, not head by head
+            flips["conv"] = torch.cat([part.flatten() for part in flips["conv"].split(self._sections(1), dim=1)])
+        return flips
 
-        def watch(name: str, x: Tensor) -> Tensor:
-            values[name] = x
-            return at(name, x)
+    def _run(self, heads: Heads, ats: list[At], dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Prediction]:
+        """The values at each rounding point before they round, [m, L, values of the head], and the step."""
+        seen: list[dict[str, Tensor]] = [{} for _ in ats]
+        prediction = heads.predict(self.oracle, [_watched(values, at) for values, at in zip(seen, ats, strict=True)], dtype)
+        return [torch.stack([self._by_head(point, values[point]) for values in seen], dim=1).double() for point in self.points], prediction
 
-        prediction = heads.predict(self.oracle, watch, dtype)
-        count = len(heads.state)
-        if "conv" in self.points:  # its channels stand section by section, not head by head
-            sections = values["conv"][0].split(self._sections(count))
-            values["conv"] = torch.cat([part.view(count, -1) for part in sections], dim=1)
-        return [values[point].view(count, -1).double() for point in self.points], prediction
+    def _by_head(self, point: str, x: Tensor) -> Tensor:
+        if point != "conv":
+            return x.flatten(2)[0] if x.ndim > 2 else x.T
+        heads = x.shape[1] // sum(self._sections(1))
+        return torch.cat([part.view(heads, -1) for part in x[0].split(self._sections(heads))], dim=1)
 
     def _sections(self, heads: int) -> list[int]:
         """Channels of q, k and v in so many heads."""
         return [heads * part.shape[1] for part in self.heads.conv_weight]
 
 
+def _watched(values: dict[str, Tensor], at: At) -> At:
+    def watch(name: str, x: Tensor) -> Tensor:
+        values[name] = x
+        return at(name, x)
+
+    return watch
+
+
 def _reach(x: Tensor, single: Tensor) -> Tensor:
     """How far healthy noise may carry a value: the FP32 reference's own and an FP32 rounding, a few times over."""
-    return limits.FLIP_NOISE * ((single - x).square().mean(1, keepdim=True).sqrt() + torch.finfo(torch.float32).eps * x.abs())
+    return limits.FLIP_NOISE * ((single - x).square().mean(2, keepdim=True).sqrt() + torch.finfo(torch.float32).eps * x.abs())

@@ -16,7 +16,7 @@ from torch import Tensor
 from optimized.registry import Implementation
 from parity import metrics, ties
 from parity.buffers import same_bits
-from parity.case import Call, Case, Pools
+from parity.case import Call, Case, Pools, StepInputs
 from parity.metrics import Moments
 from parity.oracle import Operator, Oracle
 
@@ -76,20 +76,19 @@ class FreeRun:
         else:
             self.state, self.window = pools.state[pools.index].float(), pools.window[pools.index].float()
 
-    def step(self, x: dict[str, Tensor]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def step(self, inputs: StepInputs) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Advance; yields (sequences, out, state) slice by slice."""
         if self.call is not None and self.pools is not None:
             pools = self.pools
             try:
-                out = run(self.call, self.case, pools, x).unflatten(1, (self.case.problem.heads, -1))
+                out = run(self.call, self.case, pools, inputs.tensors).unflatten(1, (self.case.problem.heads, -1))
             except CandidateError as error:
                 raise ReferenceError(f"raised {error}") from error
             for part in slices(self.case):
-                yield part, out[part], pools.state[pools.index[part]]
+                yield part, out[inputs.tokens.rows(part)], pools.state[pools.index[part]]
             return
         for part in slices(self.case):
-            rows = {name: value[part] for name, value in x.items()}
-            after = self.oracle.predict(rows, self.state[part], self.window[part], torch.float32)
+            after = self.oracle.predict(inputs.tokens[part], self.state[part], self.window[part], torch.float32)
             self.state[part], self.window[part] = after.state, after.window
             yield part, after.out, after.state
 
@@ -104,7 +103,7 @@ def slices(case: Case) -> Iterator[slice]:
 
 def run(call: Operator, case: Case, pools: Pools, x: dict[str, Tensor], **changed: Any) -> Tensor:
     """One call of an implementation on pools; `changed` replaces arguments. TypeError when what comes back is no output."""
-    arguments = {**case.given, **case.settings, **x, "state": pools.state, "window": pools.window, "slots": pools.slots, **changed}
+    arguments = {**case.given, **case.settings, **x, **pools.arguments(), **changed}
     q, k = arguments.pop("q"), arguments.pop("k")
     try:
         out = call(q, k, **arguments)
@@ -140,17 +139,15 @@ def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) 
     outputs, states, windows = [], [], []
     ulps = torch.zeros(ULP_BINS, dtype=torch.int64, device=call.out.device)
     sums = torch.zeros(8, dtype=torch.float64, device=call.out.device)
-    for part, free_out, free_state in free.step(call.inputs.tensors):
-        x = {name: value[part] for name, value in call.inputs.tensors.items()}
-        start = (x, call.state_before[part], call.window_before[part])
-        out, state, window = call.out[part], pools.state[pools.index[part]], pools.window[pools.index[part]]
+    for part, free_out, free_state in free.step(call.inputs):
+        start = (call.inputs.tokens[part], call.state_before[part], call.window_before[part])
+        out, state, window = call.out[call.inputs.tokens.rows(part)], pools.state[pools.index[part]], pools.window[pools.index[part]]
         gold = oracle.gold(*start)
         exact = oracle.exact(*start) if oracle.roundings else gold
         floor = oracle.floor(*start, gold)
         outputs.append(metrics.moments(out, gold.out, exact.out, floor.out, out.dtype))
         states.append(metrics.moments(state, gold.state, exact.state, floor.state, state.dtype))
-        expected = torch.cat([start[2][:, 1:], torch.cat([x["q"], x["k"], x["v"]], dim=1)[:, None]], dim=1)
-        windows.append((window == expected).flatten(1).all(1))
+        windows.append((window == gold.window).flatten(1).all(1))  # raw inputs, which no computation touches
         distance = metrics.ulp_distance(out, exact.out.to(out.dtype)).clamp(max=ULP_BINS - 1).flatten()
         ulps.scatter_add_(0, distance, torch.ones_like(distance))
         sums += _drift_sums(out, free_out, state, free_state, exact.state)

@@ -128,13 +128,13 @@ def decode(
     )  # fmt: skip
     validate.values(slots, sizes.slots)
 
-    live, row_state, row_window = _load(state, window, slots, fresh, _compute_dtype(q, state))
+    live, row_state, row_window = load_rows(state, window, slots, fresh, compute_dtype(q, state))
     out = q.new_zeros(sizes.sequences, sizes.heads * sizes.value_dim)
     qkv, f, beta, gate = (x[live].to(row_state.dtype) for x in (torch.cat([q, k, v], dim=-1), f, beta, gate))
     weights = {name: weight.to(row_state.dtype) for name, weight in weights.items()}
     y, row_state, row_window = step(qkv, f, beta, gate, row_state, row_window, **weights, lower_bound=lower_bound, norm_eps=norm_eps, at=at)
     out[live] = y.to(out.dtype)
-    _store(state, window, slots[live], row_state, row_window)
+    store_rows(state, window, slots[live], row_state, row_window)
     return out
 
 
@@ -173,7 +173,7 @@ def prefill(
     validate.values(slots, sizes.slots)
     validate.offsets(cu_seqlens, sizes.tokens)
 
-    live, row_state, row_window = _load(state, window, slots, fresh, _compute_dtype(q, state))
+    live, row_state, row_window = load_rows(state, window, slots, fresh, compute_dtype(q, state))
     starts, ends = cu_seqlens[:-1][live].long(), cu_seqlens[1:][live].long()
     out = q.new_zeros(sizes.tokens, sizes.heads * sizes.value_dim)
     qkv, f, beta, gate = (x.to(row_state.dtype) for x in (torch.cat([q, k, v], dim=-1), f, beta, gate))
@@ -186,15 +186,15 @@ def prefill(
             lower_bound=lower_bound, norm_eps=norm_eps, at=at,
         )  # fmt: skip
         out[token] = y.to(out.dtype)
-    _store(state, window, slots[live], row_state, row_window)
+    store_rows(state, window, slots[live], row_state, row_window)
     return out
 
 
-def _compute_dtype(q: Tensor, state: Tensor) -> torch.dtype:
+def compute_dtype(q: Tensor, state: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(q.dtype, state.dtype), torch.float32)
 
 
-def _load(state: Tensor, window: Tensor, slots: Tensor, fresh: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def load_rows(state: Tensor, window: Tensor, slots: Tensor, fresh: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Which sequences have a slot, and their rows of the pools; fresh ones by selection, since NaN * 0 is NaN."""
     live = (slots >= 0) & (slots < state.shape[0])
     row_state, row_window = state[slots[live]].to(dtype), window[slots[live]].to(dtype)
@@ -204,6 +204,6 @@ def _load(state: Tensor, window: Tensor, slots: Tensor, fresh: Tensor | None, dt
     return live, row_state, row_window
 
 
-def _store(state: Tensor, window: Tensor, slots: Tensor, row_state: Tensor, row_window: Tensor) -> None:
+def store_rows(state: Tensor, window: Tensor, slots: Tensor, row_state: Tensor, row_window: Tensor) -> None:
     state[slots] = row_state.to(state.dtype)
     window[slots] = row_window.to(window.dtype)

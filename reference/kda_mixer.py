@@ -54,7 +54,7 @@ def mixer(
     validate_mixer.call(hidden, sizes, state=state, window=window, batch=batch, lower_bound=lower_bound, norm_eps=norm_eps)
     validate_mixer.values(batch, hidden.shape[0], state.shape[0])
 
-    dtype = kda._compute_dtype(hidden, state)
+    dtype = kda.compute_dtype(hidden, state)
     weights = KdaWeights(**{name: getattr(weights, name).to(dtype) for name in NAMES})
     activations = project(hidden.to(dtype), weights, at)
     cell_weights: dict[str, Any] = dict(

@@ -65,7 +65,7 @@ def verify(
     )  # fmt: skip
     pending, cu_seqlens = checked_offsets(sizes, slots, accepted, offsets, fresh)
 
-    live, row_state, row_window = kda._load(state, window, slots, fresh, kda._compute_dtype(q, state))
+    live, row_state, row_window = kda.load_rows(state, window, slots, fresh, kda.compute_dtype(q, state))
     rows, first = slots[live].long(), (cu_seqlens[:-1] + pending)[live].long()
     pending = (pending if fresh is None else pending.masked_fill(fresh, 0))[live]
     dtype = row_state.dtype
@@ -80,7 +80,7 @@ def verify(
         y, row_state, row_window = advance(*(x[token].to(dtype) for x in (raw, f, beta, gate)), row_state, row_window)
         out[token] = y.to(out.dtype)
         if i == 0:
-            kda._store(state, window, slots[live], row_state, row_window)
+            kda.store_rows(state, window, slots[live], row_state, row_window)
         else:
             replay.qkv[rows, i - 1], replay.f[rows, i - 1], replay.beta[rows, i - 1] = raw[token], f[token], beta[token]
     return out
@@ -110,12 +110,12 @@ def commit(
     sizes = validate.kda_commit(state, window, replay=replay, **weights, slots=slots, accepted=accepted, lower_bound=lower_bound)
     pending, _ = checked_offsets(sizes, slots, accepted)
     slots = torch.where(pending > 0, slots, -1)
-    live, row_state, row_window = kda._load(state, window, slots, None, kda._compute_dtype(window, state))
+    live, row_state, row_window = kda.load_rows(state, window, slots, None, kda.compute_dtype(window, state))
     weights = {name: weight.to(row_state.dtype) for name, weight in weights.items()}
     weights["norm_weight"] = row_state.new_ones(sizes.value_dim)
     advance: Advance = partial(kda.step, **weights, lower_bound=lower_bound, norm_eps=1.0, at=at)
     rows = slots[live].long()
-    kda._store(state, window, rows, *_replayed(replay, rows, pending[live], row_state, row_window, advance))
+    kda.store_rows(state, window, rows, *_replayed(replay, rows, pending[live], row_state, row_window, advance))
 
 
 def checked_offsets(
@@ -181,7 +181,7 @@ def verify_snapshots(
     first = accepted if fresh is None else accepted.masked_fill(fresh, 0)
     first, rows = (first[live] - 1).clamp(min=0).long(), slots[live].long()
     every, taps = torch.arange(len(rows), device=q.device), torch.arange(3, device=q.device)
-    dtype = kda._compute_dtype(q, state)
+    dtype = kda.compute_dtype(q, state)
     row_state = state[rows[every, first]].to(dtype)
     row_window = window[rows[:, :1], first[:, None] + taps]
     if fresh is not None:

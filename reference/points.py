@@ -14,7 +14,12 @@ from torch import Tensor
 At = Callable[[str, Tensor], Tensor]
 
 KDA_CELL = ("conv", "q", "k", "g", "decay", "beta", "read", "delta", "state", "core", "norm", "gate", "out")
-KDA_MIXER = ("proj_qkv", "proj_f_a", "proj_f", "proj_g_a", "proj_g", "proj_b", *KDA_CELL, "o_proj")
+KDA_CHUNK = (
+    "conv", "q", "k", "g", "beta", "gcum", "q_in", "k_in", "k_out", "akk", "aqk", "inv", "w", "u", "s_in", "dl", "core", "state", "norm",
+    "gate", "out",
+)  # fmt: skip
+KDA = tuple(dict.fromkeys(KDA_CELL[: KDA_CELL.index("state")] + KDA_CHUNK))
+KDA_MIXER = ("proj_qkv", "proj_f_a", "proj_f", "proj_g_a", "proj_g", "proj_b", *KDA, "o_proj")
 BOUNDARY = frozenset({"state", "out"})  # of the cell: what is stored; everything else is interior
 
 ACTIVATION = "activation"  # in a contract: the dtype of the activations of the case
@@ -32,7 +37,7 @@ class Contract:
     rounds: Mapping[str, torch.dtype | str] = field(default_factory=dict)
     accumulate: str = "fp32"
     deterministic: bool = True
-    points: tuple[str, ...] = KDA_CELL
+    points: tuple[str, ...] = KDA
 
     def __post_init__(self) -> None:
         inside = [point for point in self.points[:-1] if point != "state"]

@@ -206,6 +206,8 @@ def kda_prefill(q: Tensor, k: Tensor, *, cu_seqlens: Tensor, fresh: Tensor | Non
     """Structure of `kda.prefill`: sequences packed by cu_seqlens int32 [N+1]."""
     sizes = _kda_cell(q, k, **arguments)
     _tensor("cu_seqlens", cu_seqlens, (sizes.sequences + 1,), (torch.int32,), q.device)
+    if not cu_seqlens.is_contiguous():
+        _fail("cu_seqlens", "a contiguous tensor", f"stride {cu_seqlens.stride()}", "pass cu_seqlens.contiguous()")
     _fresh(fresh, sizes, q.device)
     return sizes
 

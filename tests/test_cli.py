@@ -20,7 +20,7 @@ from parity import catalog, record
 from reference.points import KDA_CELL
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = ["--device", "cpu", "--model", "tiny", "--steps", "1", "--regime", "slow", "--state-dtype", "fp32"]
+QUICK = ["kda.decode", "--device", "cpu", "--model", "tiny", "--steps", "1", "--regime", "slow", "--state-dtype", "fp32"]
 Run = tuple[int, str, str]
 Command = Callable[..., Run]
 
@@ -51,15 +51,15 @@ def refused(run: Run) -> str:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nosuch"], "operator: expected one of kda.decode, got 'nosuch'"),
+        (["nosuch"], "operator: expected one of kda.decode, kda.prefill, kda.verify, got 'nosuch'"),
         (["kda.decode:heads=two"], "heads takes a whole number, got 'two'"),
         (["--model", "nosuch"], "model: expected one of glm-5.3-flash, kimi-linear-48b, tiny, got 'nosuch'"),
-        (["--impl", "nosuch"], "impl: expected one of triton, fla, torch or package.module:function, got 'nosuch'"),
-        (["--impl", "nosuch.module:f"], "impl: can't import 'nosuch.module'"),
-        (["--impl", "tests.candidates:nosuch"], "impl: tests.candidates has no function 'nosuch'"),
-        (["--impl", "tests.candidates:DROPPED_STEP"], "impl: tests.candidates has no function 'DROPPED_STEP'"),
-        (["--impl", ":f"], "impl: "),
-        (["--impl", "tests.candidates:"], "impl: tests.candidates has no function ''"),
+        (["kda.decode", "--impl", "nosuch"], "impl: expected one of triton, fla, torch or package.module:function, got 'nosuch'"),
+        (["kda.decode", "--impl", "nosuch.module:f"], "impl: can't import 'nosuch.module'"),
+        (["kda.decode", "--impl", "tests.candidates:nosuch"], "impl: tests.candidates has no function 'nosuch'"),
+        (["kda.decode", "--impl", "tests.candidates:DROPPED_STEP"], "impl: tests.candidates has no function 'DROPPED_STEP'"),
+        (["kda.decode", "--impl", ":f"], "impl: "),
+        (["kda.decode", "--impl", "tests.candidates:"], "impl: tests.candidates has no function ''"),
         (["--reference", "nosuch"], "got 'nosuch'"),
         (["--dtype", "fp8"], "dtype: expected one of bf16, fp16, fp32, got 'fp8'"),
         (["--state-dtype", "fp16"], "state-dtype: expected one of fp32, bf16, got 'fp16'"),
@@ -91,7 +91,7 @@ def test_a_device_that_is_not_here_is_refused(command: Command, arguments: list[
     ("arguments", "says"),
     [
         (["--arch", "sm999"], "arch: expected one of sm80, "),
-        (["nosuch"], "operator: expected one of kda.decode, got 'nosuch'"),
+        (["nosuch"], "operator: expected one of kda.decode, kda.prefill, kda.verify, got 'nosuch'"),
         (["--model", "nosuch"], "model: expected one of"),
         (["--dtype", "fp8"], "dtype: expected one of"),
         (["--heads", "0"], "heads: expected 1 to 4096"),
@@ -136,7 +136,7 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_words(
     name = f"candidate_{abs(hash(text))}"
     (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert says in refused(command("sweep", "--impl", f"{name}:f"))
+    assert says in refused(command("sweep", "kda.decode", "--impl", f"{name}:f"))
 
 
 def test_a_function_in_the_folder_where_the_command_runs_is_found(tmp_path: Path) -> None:

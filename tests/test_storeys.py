@@ -114,7 +114,7 @@ COMMANDS = {
     "help": ["--help"],
     "dispatch": ["dispatch"],
     "list": ["sweep", "--list"],
-    "sweep": "sweep --device cpu --model tiny --steps 2 --regime slow --state-dtype fp32 --impl triton,torch".split(),
+    "sweep": "sweep kda.decode --device cpu --model tiny --steps 2 --regime slow --state-dtype fp32 --impl triton,torch".split(),
 }
 
 

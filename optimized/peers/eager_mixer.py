@@ -1,4 +1,4 @@
-"""The eager baseline of `kda.mixer`: a linear for each weight and the eager cell."""
+"""The eager baseline of `kda.mixer`: a linear for each weight and the eager cells."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optimized.peers import eager
-from reference import kda, validate, validate_mixer
+from optimized.peers import eager, eager_prefill
+from reference import validate, validate_mixer
 from reference.batch import Batch, Phase
 from reference.kda_weights import KdaWeights
 
-CELLS: Mapping[Phase, Callable[..., Tensor]] = {"decode": eager.decode, "prefill": kda.prefill}
+CELLS: Mapping[Phase, Callable[..., Tensor]] = {"decode": eager.decode, "prefill": eager_prefill.prefill}
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def mixer(
     lower_bound: float | None,
     norm_eps: float = 1e-5,
 ) -> Tensor:
-    """`reference.kda_mixer.mixer` in eager torch; arguments, pools, errors and return value as there. Contexts run the reference's cell."""
+    """`reference.kda_mixer.mixer` in eager torch; arguments, pools, errors and return value as there."""
     sizes = validate_mixer.weights(weights)
     validate_mixer.call(hidden, sizes, state=state, window=window, batch=batch, lower_bound=lower_bound, norm_eps=norm_eps)
     validate.kernel_dtypes(hidden.dtype, state.dtype, "hidden")

@@ -19,6 +19,7 @@ from parity.catalog import signature
 from parity.gate import judge
 from parity.oracle import Oracle
 from parity.problem import Problem
+from parity.tokens import Tokens
 from reference import kda, validate
 from reference.points import Contract
 
@@ -89,7 +90,7 @@ def away(decode: Decode, given: Cell, contract: Contract | None = None) -> float
     settings = {name: given[name] for name in ("lower_bound", "norm_eps") if name in given}
     problem = SimpleNamespace(activation=given["q"].dtype, heads=heads)
     oracle = Oracle(SimpleNamespace(problem=problem, weights={name: given[name] for name in WEIGHTS}, settings=settings), contract)  # type: ignore[arg-type]
-    x = {name: given[name][live] for name in ACTIVATIONS}
+    x = Tokens.single({name: given[name][live] for name in ACTIVATIONS})
     gold, exact = oracle.gold(x, state, window), oracle.exact(x, state, window)
     floor = oracle.floor(x, state, window, gold)
     if not torch.equal(given["window"][rows].double(), gold.window):

@@ -88,7 +88,7 @@ def away(verify: Verify, given: Cell, contract: Contract | None = None) -> float
         (out[tokens].unflatten(1, (heads, -1)), [y[0][tokens].unflatten(1, (heads, -1)) for y in golds]),
         (given["state"][rows], [y[1][rows] for y in golds]),
     ):
-        m = metrics.moments(candidate, x, x, [floor], candidate.dtype)
+        m = metrics.moments(candidate, x, x, floor, candidate.dtype)
         worst = max(worst, metrics.noise_ratio(m).over(limits.boundary(candidate.dtype)))
     return worst
 
@@ -158,7 +158,7 @@ def test_commit_follows_the_reference(state_dtype: torch.dtype) -> None:
     for x in (gold, single):
         commit(x, reference)
     commit(given)
-    m = metrics.moments(given["state"], gold["state"], gold["state"], [single["state"]], state_dtype)
+    m = metrics.moments(given["state"], gold["state"], gold["state"], single["state"], state_dtype)
     assert metrics.noise_ratio(m).over(limits.boundary(state_dtype)) <= 1
     assert torch.equal(given["window"].double(), gold["window"])
     unchanged = [slot for slot in range(5) if same_bits(given["state"][slot], before["state"][slot])]

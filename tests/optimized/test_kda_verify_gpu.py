@@ -65,7 +65,7 @@ def away(given: dict, counts: Tensor) -> float:
         (out.unflatten(1, (heads, -1)), [y.unflatten(1, (heads, -1)) for y in expected]),
         (given["state"][index], [x["state"] for x in golds]),
     ):
-        m = metrics.moments(candidate, gold, gold, [single], candidate.dtype)
+        m = metrics.moments(candidate, gold, gold, single, candidate.dtype)
         worst = max(worst, metrics.noise_ratio(m).over(limits.boundary(candidate.dtype)))
     return worst
 

@@ -27,7 +27,7 @@ FAULTS: dict[str, tuple[str, int, int, str, str]] = {
 
 def sweep(name: str, out: Path, *options: str) -> tuple[int, list[Row]]:
     """Exit code and rows of a sweep of one candidate."""
-    arguments = ["sweep", "--impl", f"tests.candidates:{name}", "--device", "cpu", "--out", str(out), *options]
+    arguments = ["sweep", "kda.decode", "--impl", f"tests.candidates:{name}", "--device", "cpu", "--out", str(out), *options]
     with pytest.raises(SystemExit) as stopped:
         workbench.main(arguments)
     return int(stopped.value.code or 0), json.loads(out.read_text())["rows"]

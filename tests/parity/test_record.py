@@ -47,7 +47,7 @@ def replace(*arguments):
     saves.append(1)
     os.kill(os.getpid(), signal.SIGKILL) if len(saves) == 3 else real(*arguments)
 os.replace = replace
-given = dict(model="tiny", steps=1, impl="torch", heads="1,2,3,4", regime="slow", state_dtype="bf16")
+given = dict(op="kda.decode", model="tiny", steps=1, impl="torch", heads="1,2,3,4", regime="slow", state_dtype="bf16")
 work = sweep.tasks(sweep.layered("cpu", None, given))
 sweep.run(work, record.new("cpu", []), out=Path(sys.argv[1]))
 """

@@ -26,7 +26,7 @@ def config(folder: Path, text: str) -> Path:
 
 def swept(given: dict[str, Any], **how: Any) -> list[record.Row]:
     made = record.new("cpu", ["workbench"])
-    return sweep.run(sweep.tasks(options(**given)), made, **how)["rows"]
+    return sweep.run(sweep.tasks(options(**{"op": "kda.decode"} | given)), made, **how)["rows"]
 
 
 def test_the_command_line_outranks_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_the_default_shapes_are_those_of_the_device_and_any_layer_changes_them(t
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("color = 'red'", "'color'; known are batch, device, dtype"),
+        ("color = 'red'", "'color'; known are batch, device, drafts, dtype"),
         ("heads = ", "is not TOML"),
         ("heads = 1.5", "heads: expected a whole number, got 1.5"),
         ("heads = true", "heads: expected a whole number, got True"),
@@ -71,7 +71,9 @@ def test_lists_are_comma_separated_and_each_value_counts_once() -> None:
 
 
 def test_a_sweep_is_the_product_of_its_lists() -> None:
-    given = options(model="tiny", heads="1,2", batch="1,3", dtype="bf16,fp16", regime="slow", impl="torch,triton", state_dtype="bf16")
+    given = options(
+        op="kda.decode", model="tiny", heads="1,2", batch="1,3", dtype="bf16,fp16", regime="slow", impl="torch,triton", state_dtype="bf16"
+    )
     work = sweep.tasks(given)
     found = [(task.problem.heads, task.problem.batch, task.problem.dtype, task.impl.name) for task in work]
     assert found == list(itertools.product((1, 2), (1, 3), ("bf16", "fp16"), ("torch", "triton")))

@@ -86,8 +86,8 @@ def test_a_head_taken_out_of_its_batch_is_predicted_as_in_it() -> None:
     oracle, pools, inputs = Oracle(case, EAGER), case.pools(), case.inputs(1)
     state, window = pools.state[live(pools.state, pools.slots)], pools.window[pools.slots.long()]
     call = Call(1, inputs, state, window, torch.zeros(2, 3, 16), True)
-    whole = oracle.gold(inputs.tensors, state, window)
+    whole = oracle.gold(inputs.tokens, state, window)
     sequence, head = torch.tensor([1, 0, 1]), torch.tensor([2, 1, 0])
-    own = ties.gather(case, call, sequence, head).predict(oracle, rounding(oracle.roundings))
+    own = ties.gather(case, call, sequence, head, (1, 0, 1)).predict(oracle, [rounding(oracle.roundings)])
     for alone, among in ((own.out, whole.out), (own.state, whole.state)):
         assert (alone[0] - among[sequence, head]).abs().max() < 2.0**-40

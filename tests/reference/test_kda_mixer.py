@@ -12,7 +12,7 @@ from torch import Tensor
 from reference import kda_mixer
 from reference.batch import Batch
 from reference.kda_weights import NAMES, KdaWeights, shard
-from reference.points import ACTIVATION, KDA_CELL, KDA_MIXER, Contract, rounding, tapped
+from reference.points import ACTIVATION, KDA, KDA_CELL, KDA_MIXER, Contract, rounding, tapped
 
 HIDDEN, RANK, SLOTS = 12, 5, 6
 NAN = float("nan")
@@ -176,7 +176,7 @@ def test_padding_and_slots_not_named_stay_as_they_are() -> None:
 def test_the_points_stand_in_the_order_of_computation_and_low_ranks_have_theirs() -> None:
     seen: dict[str, Tensor] = {}
     kda_mixer.mixer(**case(generations=2), at=tapped(seen, points=KDA_MIXER))
-    assert tuple(seen) == KDA_MIXER
+    assert tuple(seen) == (*KDA_MIXER[:6], *KDA_CELL, "o_proj")
     assert seen["proj_qkv"].shape == (2, 60) and seen["proj_f_a"].shape == seen["proj_g_a"].shape == (2, RANK)
     assert [seen[name].shape[1] for name in ("proj_f", "proj_g", "proj_b", "o_proj")] == [24, 12, 4, HIDDEN]
 
@@ -187,7 +187,7 @@ def test_a_contract_of_the_mixer_rounds_its_points_and_what_the_cell_stores() ->
     seen: dict[str, Tensor] = {}
     kda_mixer.mixer(**case(generations=1), at=tapped(seen, rounding(contract.resolve(torch.bfloat16)), KDA_MIXER))
     assert [name for name in seen if torch.equal(seen[name].bfloat16().double(), seen[name])] == list(rounds)
-    for refused, points in (("o_proj", KDA_MIXER), ("state", KDA_MIXER), ("out", KDA_CELL), ("proj_qkv", KDA_CELL)):
+    for refused, points in (("o_proj", KDA_MIXER), ("state", KDA_MIXER), ("out", KDA), ("proj_qkv", KDA)):
         with pytest.raises(ValueError, match=rf"contract: {refused} can't round"):
             Contract(rounds={refused: ACTIVATION}, points=points)
 

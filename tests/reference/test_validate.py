@@ -203,6 +203,12 @@ def test_prefill_refuses_offsets_of_another_count_or_type(ends: list, kind: type
         kda.prefill(**arguments(), cu_seqlens=torch.tensor(ends, dtype=dtype))
 
 
+def test_prefill_refuses_strided_offsets() -> None:
+    ends = torch.tensor([0, 7, 1, 7, 2, 7], dtype=torch.int32)[::2]
+    with pytest.raises(ValueError, match=r"^cu_seqlens: expected a contiguous tensor, got stride"):
+        kda.prefill(**arguments(), cu_seqlens=ends)
+
+
 def test_slots_outside_the_pool_may_repeat() -> None:
     validate.values(torch.tensor([-1, 2, -1, 9, 9], dtype=torch.int32), SLOTS)
     with pytest.raises(ValueError, match=r"^slots: expected distinct slots, got \[2\] more than once; "):

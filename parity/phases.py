@@ -1,0 +1,124 @@
+"""How a step of each KDA operator is made: the candidate's arguments, and the tokens that the references run.
+
+A verify replays the accepted drafts of the step before from caches that are the candidate's own and that nobody else reads:
+the references take them from the inputs of that step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parity.tokens import Tokens
+
+if TYPE_CHECKING:
+    from parity.case import Case
+
+Made = tuple[dict[str, Tensor], Tokens]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One operator's steps.
+
+    make: from a step's activations [T, D], its further arguments and its tokens. mistaken: tokens that a faulty candidate may
+    have run instead, by cause. history: steps before the first that the invariants look at, so that it has drafts to replay.
+    """
+
+    make: Callable[["Case", int, dict[str, Tensor]], Made]
+    mistaken: Callable[["Case", int, dict[str, Tensor]], dict[str, Tokens]] = lambda case, step, x: {}
+    drafted: bool = False
+    varlen: bool = False
+    history: int = 0
+
+
+def _decode(case: "Case", step: int, x: dict[str, Tensor]) -> Made:
+    return {}, Tokens.single(x)
+
+
+def _verify(case: "Case", step: int, x: dict[str, Tensor]) -> Made:
+    """1+S tokens of each sequence after a random count of accepted ones; nothing was accepted before the first step."""
+    accepted = accepted_counts(case, step)
+    return {"accepted": accepted}, _replaying(case, step, x, (accepted - 1).clamp(min=0).tolist())
+
+
+def _replaying(case: "Case", step: int, x: dict[str, Tensor], pending: list[int]) -> Tokens:
+    """The first `pending` drafts of the step before, then this step's tokens."""
+    batch, width, most = case.problem.batch, 1 + case.problem.drafts, max(pending, default=0)
+    before = case.activations(step - 1) if most else x
+    runs = {}
+    for name, value in x.items():
+        new, old = (side.unflatten(0, (batch, width)) for side in (value, before[name]))
+        runs[name] = value.new_zeros(batch, most + width, value.shape[1])
+        for sequence, count in enumerate(pending):
+            runs[name][sequence, :count] = old[sequence, 1 : 1 + count]
+            runs[name][sequence, count : count + width] = new[sequence]
+    return Tokens(runs, tuple(count + width for count in pending), tuple(pending), tuple(count + 1 for count in pending))
+
+
+def _miscounted(case: "Case", step: int, x: dict[str, Tensor]) -> dict[str, Tokens]:
+    if step <= 1:
+        return {}
+    pending, drafts = accepted_counts(case, step) - 1, case.problem.drafts
+    counts = {
+        "one draft too many replayed": (pending + 1).clamp(max=drafts),
+        "one draft too few replayed": (pending - 1).clamp(min=0),
+        "every draft replayed, rejected ones too": torch.full_like(pending, drafts),
+        "no draft replayed": torch.zeros_like(pending),
+    }
+    return {cause: _replaying(case, step, x, count.tolist()) for cause, count in counts.items()}
+
+
+def _prefill(case: "Case", step: int, x: dict[str, Tensor]) -> Made:
+    """A piece of each sequence; every further step continues it. Lengths are the case's, the same in each step."""
+    lengths = sequence_lengths(case)
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=case.problem.device)
+    runs = {name: value.new_zeros(len(lengths), max(lengths, default=0), value.shape[1]) for name, value in x.items()}
+    for name, value in x.items():
+        for sequence, part in enumerate(value.split(lengths)):
+            runs[name][sequence, : len(part)] = part
+    return {"cu_seqlens": ends}, Tokens(runs, lengths, (0,) * len(lengths), lengths)
+
+
+def sequence_lengths(case: "Case") -> tuple[int, ...]:
+    """Lengths that add up to the problem's tokens: cut at random; of three sequences and more, one is empty and one has one token."""
+    problem, generator = case.problem, case.generator(0)
+    free = problem.batch - 2 if problem.batch > 2 and problem.tokens else problem.batch
+    left = problem.tokens - (free < problem.batch)
+    cuts = torch.randint(0, left + 1, (max(free - 1, 0),), generator=generator, device=problem.device).sort().values.tolist()
+    lengths = [b - a for a, b in pairwise([0, *cuts, left])]
+    return (0, *lengths[:-1], 1, lengths[-1]) if free < problem.batch else tuple(lengths[:free])
+
+
+def anew(others: dict[str, Tensor], fresh: Tensor) -> dict[str, Tensor]:
+    """A step's further arguments as they are for sequences that start from zero: nothing is pending."""
+    return {name: value.masked_fill(fresh, 0) if name == "accepted" else value for name, value in others.items()}
+
+
+def no_sequences(others: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A step's further arguments for no sequence at all."""
+    return {name: value[:1] if name == "cu_seqlens" else value[:0] for name, value in others.items()}
+
+
+def reverse(others: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A step's further arguments for the sequences in reverse order."""
+    return {name: value[-1] - value.flip(0) if name == "cu_seqlens" else value.flip(0) for name, value in others.items()}
+
+
+def accepted_counts(case: "Case", step: int) -> Tensor:
+    """int32 [N]: tokens of the step before that the sampler accepted, its golden token included."""
+    problem = case.problem
+    if step <= 1:
+        return torch.zeros(problem.batch, dtype=torch.int32, device=problem.device)
+    counts = torch.randint(1, 2 + problem.drafts, (problem.batch,), generator=case.generator(-step), device=problem.device)
+    return counts.to(torch.int32)
+
+
+PHASES = {
+    "kda.decode": Phase(_decode),
+    "kda.verify": Phase(_verify, _miscounted, drafted=True, history=1),
+    "kda.prefill": Phase(_prefill, varlen=True),
+}
