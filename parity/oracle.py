@@ -103,9 +103,9 @@ class Oracle:
         """
         if self.chunked:
             single = self.predict(tokens, state, window, torch.float32, rounding(self.roundings))
-            turned = self.predict(tokens, state, window, torch.float64, _all_flipped(self.roundings))
-            out = _spread(gold.out, single.out, turned.out)
-            return Prediction(out, _spread(gold.state, single.state, turned.state), gold.window)
+            turned = self.predict(tokens, state, window, torch.float64, all_flipped(self.roundings))
+            out = spread(gold.out, single.out, turned.out)
+            return Prediction(out, spread(gold.state, single.state, turned.state), gold.window)
         return self.predict(tokens, state, window, torch.float32, [grafted(values) for values in gold.rounded])
 
     def _watched(self, at: At) -> At:
@@ -117,7 +117,7 @@ class Oracle:
         return watch
 
 
-def _all_flipped(dtypes: Mapping[str, torch.dtype]) -> At:
+def all_flipped(dtypes: Mapping[str, torch.dtype]) -> At:
     """Every value whose tie its noise may reach rounded to the other side."""
 
     def at(name: str, x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def _all_flipped(dtypes: Mapping[str, torch.dtype]) -> At:
     return at
 
 
-def _spread(gold: Tensor, *sides: Tensor) -> Tensor:
+def spread(gold: Tensor, *sides: Tensor) -> Tensor:
     """The gold, as far off as the sides are together, and nowhere less than they are on average: a flip may fall anywhere."""
     away = torch.stack([(side.double() - gold).abs() for side in sides]).sum(0)
     return gold + away + gold.abs() * (away.norm() / gold.norm().clamp(min=limits.SMALLEST_NORMAL))

@@ -25,11 +25,13 @@ class Phase:
     """One operator's steps.
 
     make: from a step's activations [T, D], its further arguments and its tokens. mistaken: tokens that a faulty candidate may
-    have run instead, by cause. history: steps before the first that the invariants look at, so that it has drafts to replay.
+    have run instead, by cause. steps: of a sweep on a CPU, where kernels are interpreted, and on a GPU. history: steps before
+    the first that the invariants look at, so that it has drafts to replay.
     """
 
     make: Callable[["Case", int, dict[str, Tensor]], Made]
     mistaken: Callable[["Case", int, dict[str, Tensor]], dict[str, Tokens]] = lambda case, step, x: {}
+    steps: tuple[int, int] = (16, 64)
     drafted: bool = False
     varlen: bool = False
     history: int = 0
@@ -119,6 +121,6 @@ def accepted_counts(case: "Case", step: int) -> Tensor:
 
 PHASES = {
     "kda.decode": Phase(_decode),
-    "kda.verify": Phase(_verify, _miscounted, drafted=True, history=1),
-    "kda.prefill": Phase(_prefill, varlen=True),
+    "kda.verify": Phase(_verify, _miscounted, (4, 16), drafted=True, history=1),
+    "kda.prefill": Phase(_prefill, steps=(1, 4), varlen=True),
 }

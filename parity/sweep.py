@@ -25,19 +25,19 @@ class Options:
     model: tuple[str, ...] = ("glm-5.3-flash",)
     heads: tuple[int, ...] = (2,)
     batch: tuple[int, ...] = (2,)
-    drafts: tuple[int, ...] = (0,)
-    tokens: tuple[int, ...] = (0,)
+    drafts: tuple[int, ...] = (1,)
+    tokens: tuple[int, ...] = (20,)
     dtype: tuple[str, ...] = ("bf16",)
     state_dtype: tuple[str, ...] = ("fp32", "bf16")
     regime: tuple[str, ...] = DEFAULT_REGIMES
-    steps: int = 16
+    steps: int | None = None  # None: the operator's own
     impl: tuple[str, ...] = ()
     reference: str = gate.REFERENCE
     seed: tuple[int, ...] = (-1,)
     device: str = "cpu"
 
 
-ON_GPU = replace(Options(), heads=(16, 64), batch=(1, 16), steps=64)
+ON_GPU = replace(Options(), heads=(16, 64), batch=(1, 16), drafts=(3,), tokens=(1024,))
 LISTS = {field.name for field in fields(Options) if field.name not in ("steps", "reference", "device")}
 NUMBERS = {"heads", "batch", "drafts", "tokens", "seed"}
 
@@ -127,12 +127,13 @@ def problems(options: Options) -> list[Problem]:
 
 
 def _product(op: str, options: Options) -> Iterator[Problem]:
-    phase = PHASES.get(op)  # None: no operator, which the problem says
-    drafts = options.drafts if phase and phase.drafted else (0,)
-    tokens = options.tokens if phase and phase.varlen else (0,)
+    phase = PHASES.get(op, PHASES["kda.decode"])  # an operator that does not exist: the problem says so
+    drafts = options.drafts if phase.drafted else (0,)
+    tokens = options.tokens if phase.varlen else (0,)
+    steps = phase.steps[options.device.startswith("cuda")] if options.steps is None else options.steps
     cases = itertools.product(options.model, options.heads, options.batch, options.dtype, options.state_dtype, options.regime)
     for case, seed, *runs in itertools.product(cases, options.seed, drafts, tokens):
-        yield Problem(op, *case, options.steps, options.device, seed, *runs)
+        yield Problem(op, *case, steps, options.device, seed, *runs)
 
 
 def run(

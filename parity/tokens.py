@@ -73,4 +73,4 @@ class Tokens:
         return self._beyond(self.stored, token)
 
     def _beyond(self, counts: tuple[int, ...], token: int) -> Tensor | None:
-        return None if min(counts) > token else torch.tensor([count > token for count in counts], device=self.x["q"].device)
+        return None if not counts or min(counts) > token else torch.tensor([count > token for count in counts], device=self.x["q"].device)

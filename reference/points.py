@@ -96,12 +96,12 @@ def _other_side(x: Tensor, near: Tensor, dtype: torch.dtype) -> Tensor:
     return (near.to(dtype).view(torch.int16) + away).view(dtype).to(x.dtype)
 
 
-def tapped(values: dict[str, Tensor], inner: At = exact, points: Collection[str] = KDA_CELL) -> At:
-    """Record a copy of every value in `values`, at these points."""
+def tapped(values: dict[str, Tensor], inner: At = exact, points: Collection[str] | None = None) -> At:
+    """Record a copy of every value in `values`, by point; at these points only, if some are named."""
 
     def at(name: str, x: Tensor) -> Tensor:
         x = inner(name, x)
-        if name in points:
+        if points is None or name in points:
             values[name] = x.clone()
         return x
 

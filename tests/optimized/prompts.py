@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from parity import limits, metrics
+from parity.oracle import all_flipped, spread
 from reference import kda, kda_chunk
-from reference.points import At, Contract, exact, flipped, rounding
+from reference.points import At, Contract, exact, rounding
 
 ACTIVATIONS = ("q", "k", "v", "f", "beta", "gate")
 POOLS = ("state", "window")
@@ -90,12 +91,12 @@ def away(prefill: Prefill, given: Prompt, contract: Contract | None = None) -> f
     if not torch.equal(given["window"][live].double(), window["window"][live]):
         return torch.inf
     gold, true = predicted(before, torch.float64, rounding(roundings)), predicted(before, torch.float64, exact, kda.prefill)
-    floors = [predicted(before, torch.float32, rounding(roundings))]
-    if roundings:
-        floors.append(predicted(before, torch.float64, flipped(roundings, limits.FLIP_ULPS)))
+    single = predicted(before, torch.float32, rounding(roundings))
+    turned = predicted(before, torch.float64, all_flipped(roundings))
+    floors = [spread(*sides) for sides in zip(gold, single, turned, strict=True)] if roundings else single
     got, worst = [by_head(out, given), given["state"][live]], 0.0
     for i, candidate in enumerate(got):
-        m = metrics.moments(candidate, gold[i], true[i], [floor[i] for floor in floors], candidate.dtype)
+        m = metrics.moments(candidate, gold[i], true[i], floors[i], candidate.dtype)
         worst = max(worst, metrics.noise_ratio(m).over(limits.boundary(candidate.dtype)))
     return worst
 

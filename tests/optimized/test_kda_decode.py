@@ -87,7 +87,7 @@ def away(decode: Decode, given: Cell, contract: Contract | None = None) -> float
         state[fresh[live]], window[fresh[live]] = 0, 0
     out = decode(**given)[live].unflatten(1, (heads, -1))
 
-    settings = {name: given[name] for name in ("lower_bound", "norm_eps") if name in given}
+    settings = {"norm_eps": 1e-5} | {name: given[name] for name in ("lower_bound", "norm_eps") if name in given}
     problem = SimpleNamespace(activation=given["q"].dtype, heads=heads)
     oracle = Oracle(SimpleNamespace(problem=problem, weights={name: given[name] for name in WEIGHTS}, settings=settings), contract)  # type: ignore[arg-type]
     x = Tokens.single({name: given[name][live] for name in ACTIVATIONS})
