@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from optimized.registry import Implementation
 from parity import invariants, limits, localize, metrics, path, trajectory
 from parity.case import Case
 from parity.metrics import Moments, Ratio
+from parity.mixer import oracle_of
 from parity.oracle import Oracle
 from parity.path import Proof
 from parity.problem import Problem
@@ -62,6 +63,7 @@ def blank(problem: Problem, impl: Implementation, reference: Implementation | No
 
 def _run(problem: Problem, impl: Implementation, reference: Implementation | None) -> Row:
     cuda = problem.device.startswith("cuda")
+    impl = replace(impl, kernels=impl.declared(problem.workload()))
     if cuda:
         torch.cuda.reset_peak_memory_stats(problem.device)
     case, call = Case(problem), impl.load()
@@ -69,7 +71,7 @@ def _run(problem: Problem, impl: Implementation, reference: Implementation | Non
     held = invariants.check(case, call, capturable=impl.capturable, library=proof.library)
 
     pools = case.pools()
-    oracle = Oracle(case, impl.contract)
+    oracle = oracle_of(case, impl.contract, impl.contexts)
     tally = Tally(oracle, problem)
     launched: Counter[str] = Counter()
     with path.triton_launches(launched):

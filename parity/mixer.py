@@ -1,0 +1,222 @@
+"""The mixer as the harness asks it: a layer's projections, its cell, the output projection, from given states.
+
+A projection in a 16-bit dtype rounds thousands of values, and in nearly every head healthy noise turns one of them to the
+other side of its tie. A decode step shows which: its raw q, k and v are the newest tap of the window, judged by themselves;
+what it took for the decay and for beta is read off the state (`settle`). The gold goes on from there, so that state and
+output are held to the limits of the cell. What turns behind the state, in the gate and in the cell's output, is part of the
+output's floor, and so is every near tie of a prefill and of a verify, whose tokens nobody sees one by one.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity import limits, metrics, settle, ties
+from parity.case import Call, Case
+from parity.metrics import Moments
+from parity.oracle import Judged, Oracle, Prediction, Stored, spread
+from parity.tokens import Tokens
+from reference import kda_mixer
+from reference.kda_weights import KdaWeights
+from reference.points import KDA, At, Contract, exact, flipped, grafted, rounding, tie_distance
+from reference.precision import full_precision
+
+HIDDEN = ("proj_g_a", "proj_g", "out")  # what rounds behind the state
+
+
+class MixerOracle(Oracle):
+    """Gold of a mixer under one contract."""
+
+    def __init__(self, case: Case, contract: Contract | None) -> None:
+        super().__init__(case, contract)
+        cell = {point: dtype for point, dtype in (contract.rounds if contract else {}).items() if point in KDA[:-1]}
+        accumulate = contract.accumulate if contract else "fp32"
+        self.cell = Oracle(case, Contract(rounds=cell, accumulate=accumulate) if contract else None)
+        self.settled: list[tuple[Tokens, dict[str, Tensor]]] = []
+        self._weights: dict[torch.dtype, KdaWeights] = {}
+
+    def weights(self, dtype: torch.dtype) -> KdaWeights:
+        """The layer in a dtype, once."""
+        assert self.case.layer is not None
+        if dtype not in self._weights:
+            self._weights[dtype] = KdaWeights(**{name: x.to(dtype) for name, x in vars(self.case.layer).items()})
+        return self._weights[dtype]
+
+    @full_precision
+    def predict(self, tokens: Tokens, state: Tensor, window: Tensor, dtype: torch.dtype, at: Any = exact, **changed: Any) -> Prediction:
+        """One step from rows; `changed` replaces the cell's weights or settings, or `layer` the layer's."""
+        layer = changed.pop("layer", None)
+        layer = self.weights(dtype) if layer is None else KdaWeights(**{name: x.to(dtype) for name, x in vars(layer).items()})
+        x = kda_mixer.project(tokens.x["hidden"].to(dtype), layer, at)
+        cell = self.cell.predict(replace(tokens, x=x), state, window, dtype, at, **changed)
+        return replace(cell, out=self._projected(cell.out, layer, at))
+
+    def _projected(self, core: Tensor, layer: KdaWeights, at: At = exact) -> Tensor:
+        return at("o_proj", core.flatten(1) @ layer.o_proj.T)[:, None]
+
+    def gold(self, tokens: Tokens, state: Tensor, window: Tensor) -> Prediction:
+        """FP64, rounded at interior points where the contract says so."""
+        return self.predict(tokens, state, window, torch.float64, self._watched(rounding(self.roundings)))
+
+    def exact(self, tokens: Tokens, state: Tensor, window: Tensor) -> Prediction:
+        """FP64, nothing rounded."""
+        return self.predict(tokens, state, window, torch.float64, self._watched(exact))
+
+    def judged(self, tokens: Tokens, state: Tensor, window: Tensor, stored: Stored) -> Judged:
+        """Gold, exact gold and floor of a step that left `stored`, and whose windows are within their limit."""
+        raw: dict[str, Tensor] = {}
+        rounded: dict[str, Tensor] = {}
+        x = tokens.x["hidden"]
+        kda_mixer.project(x.double(), self.weights(torch.float64), _seen(raw, _seen(rounded, rounding(self.roundings), after=True)))
+        single: dict[str, Tensor] = {}
+        kda_mixer.project(x.float(), self.weights(torch.float32), _seen(single, grafted(rounded if self.roundings else {})))
+        noise = {point: self._noise(point, raw[point], single[point]) for point in raw}
+        held = self._window_held(tokens, window, stored.window, raw["proj_qkv"], noise["proj_qkv"])
+        exactly = self.exact(tokens, state, window)
+        if tokens.longest > 1:
+            gold = self.gold(tokens, state, window)
+            return Judged(gold, exactly, self._spread(tokens, state, window, gold), held)
+        gold, floor = self._decoded(tokens, state, window, stored, raw, single, noise)
+        return Judged(gold, exactly, floor, held)
+
+    def allow(self, call: Call, stored: torch.dtype, output: Moments, state: Moments) -> None:
+        """Near ties inside the cell, of the activations that the step was settled on."""
+        settled, self.settled = self.settled, []
+        if not settled:
+            return
+        x = {name: torch.cat([part.x[name] for part, _ in settled]) for name in settled[0][0].x}
+        tokens = Tokens.single({name: value[:, 0] for name, value in x.items()})
+        none = Moments(**{name: torch.zeros_like(state.error) for name in vars(state)})
+        core = call.out.new_zeros(*state.error.shape, 1)
+        ties.allow(self.cell, replace(call, inputs=replace(call.inputs, tokens=tokens), out=core), stored, none, state)
+
+    def contract_at(self, tokens: Tokens, state: Tensor, window: Tensor, stored: Stored) -> At:
+        """The contract, going on from what this step was settled on."""
+        self.judged(tokens, state, window, stored)
+        own = self.settled[-1][1] if self.settled else {}
+        self.settled = []
+        return grafted(own, rounding(self.roundings))
+
+    def _decoded(
+        self, tokens: Tokens, state: Tensor, window: Tensor, stored: Stored,
+        raw: dict[str, Tensor], single: dict[str, Tensor], noise: dict[str, Tensor],
+    ) -> tuple[Prediction, Prediction]:  # fmt: skip
+        """Gold and floor of a decode step, settled on what the candidate shows of its projections."""
+        own = {"proj_qkv": stored.window[:, 2:].double()} | settle.settle(self, tokens, state, window, stored, raw, noise)
+        wide, narrow = self.weights(torch.float64), self.weights(torch.float32)
+        rounded: dict[str, Tensor] = {}
+        contract = grafted(own, rounding(self.roundings))
+        hidden = tokens.x["hidden"]
+        x = kda_mixer.project(hidden.double(), wide, _seen(rounded, contract, after=True))
+        settled = replace(tokens, x=x)
+        self.settled.append((settled, own))
+        gold = self.cell.gold(settled, state, window)
+        pre: dict[str, Tensor] = {}  # before `out` rounds
+        core = rounding(self.roundings)("out", gold.out)
+        start = replace(tokens, x=kda_mixer.project(hidden.float(), narrow, grafted(own))) if not self.roundings else settled
+        floor = self.cell.floor(start, state, window, gold)
+        out = self._projected(core, wide)
+        one = self._projected(core.float() if self.roundings else floor.out, narrow)
+        del pre
+        turned = self._turned(settled, state, window, raw, noise, own, gold, floor)
+        summed = self._truncation(self.case.problem.heads * self.case.kda.value_dim, out)
+        away = (one.double() - out).abs() + (turned - out).abs() + summed
+        return replace(gold, out=out), replace(floor, out=out + away)
+
+    def _turned(
+        self, tokens: Tokens, state: Tensor, window: Tensor, raw: dict[str, Tensor], noise: dict[str, Tensor], own: dict[str, Tensor],
+        gold: Prediction, floor: Prediction,
+    ) -> Tensor:  # fmt: skip
+        """The output with every near tie that the state doesn't show on the other side."""
+        wide = self.weights(torch.float64)
+        if not self.roundings:
+            return self._projected(gold.out, wide)
+        eps = torch.finfo(torch.float32).eps
+
+        def at(name: str, x: Tensor) -> Tensor:
+            if name not in self.roundings:
+                return x
+            if name in noise:
+                reach = noise[name]
+            elif name == "out":
+                reach = limits.FLIP_NOISE * ((floor.out - gold.out).square().mean(-1, keepdim=True).sqrt() + eps * x.abs())
+            else:
+                reach = limits.FLIP_NOISE * eps * torch.maximum(x.abs(), x.square().mean(-1, keepdim=True).sqrt())
+            return flipped(self.roundings, {name: tie_distance(x, self.roundings[name]) <= reach})(name, x)
+
+        gate = at("proj_g", at("proj_g_a", raw["proj_g_a"]) @ wide.g_b_proj.T)
+        turned = replace(tokens, x=tokens.x | {"gate": gate})
+        return self._projected(self.cell.predict(turned, state, window, torch.float64, at).out, wide)
+
+    def _spread(self, tokens: Tokens, state: Tensor, window: Tensor, gold: Prediction) -> Prediction:
+        """The floor where no value is seen: FP32, and every near tie on the other side."""
+        one = self.predict(tokens, state, window, torch.float32, rounding(self.roundings))
+        turned = self.predict(tokens, state, window, torch.float64, self._all_flipped())
+        summed = self._truncation(self.case.problem.heads * self.case.kda.value_dim, gold.out)
+        return Prediction(spread(gold.out, one.out, turned.out) + summed, spread(gold.state, one.state, turned.state), gold.window)
+
+    def _all_flipped(self) -> At:
+        eps = torch.finfo(torch.float32).eps
+
+        def at(name: str, x: Tensor) -> Tensor:
+            if name not in self.roundings:
+                return x
+            size = torch.maximum(x.abs(), x.square().mean(-1, keepdim=True).sqrt())
+            reach = limits.FLIP_NOISE * eps * size + self._truncation(self._depth(name), x)
+            return flipped(self.roundings, {name: tie_distance(x, self.roundings[name]) <= reach})(name, x)
+
+        return at
+
+    def _noise(self, point: str, x: Tensor, single: Tensor) -> Tensor:
+        """How far healthy noise carries a projected value: FP32 sums, in another order and on tensor cores."""
+        eps = torch.finfo(torch.float32).eps
+        away = (single.double() - x).square().mean(-1, keepdim=True).sqrt() + eps * x.abs()
+        return limits.FLIP_NOISE * away + self._truncation(self._depth(point), x)
+
+    def _depth(self, point: str) -> int:
+        """Products that a projection adds up; 0 for what is no projection."""
+        if not point.startswith("proj_"):
+            return 0
+        return self.case.kda.key_dim if point in ("proj_f", "proj_g") else self.case.problem.shape.hidden
+
+    def _truncation(self, depth: int, x: Tensor) -> Tensor:
+        if self.case.problem.activation == torch.float32:
+            return torch.zeros_like(x)
+        return depth * limits.MMA_TRUNCATION * x.square().mean(-1, keepdim=True).sqrt().expand_as(x)
+
+    def _window_held(self, tokens: Tokens, before: Tensor, after: Tensor, raw: Tensor, noise: Tensor) -> Tensor:
+        """[N] bool: carried taps bit by bit, new ones the projection of their token within the limits of a stored tensor."""
+        held = []
+        problem, kda = self.case.problem, self.case.kda
+        sections = [problem.heads * kda.key_dim] * 2 + [problem.heads * kda.value_dim]
+        for i, count in enumerate(tokens.stored):
+            new = min(count, 3)
+            carried = torch.equal(after[i, : 3 - new], before[i, new:]) if new < 3 else True
+            taps, values, reach = after[i, 3 - new :], raw[i, count - new : count], noise[i, count - new : count]
+            far = False
+            for tap, value, away in zip(*(x.split(sections, dim=1) for x in (taps, values, reach)), strict=True):
+                parts = [x.unflatten(1, (problem.heads, -1)) for x in (tap, value, value, value + away / limits.FLIP_NOISE)]
+                m = metrics.moments(*parts, problem.activation)
+                far |= not metrics.noise_ratio(m).within(limits.boundary(problem.activation))
+            held.append(carried and not far)
+        return torch.tensor(held, dtype=torch.bool, device=after.device)
+
+
+def oracle_of(case: Case, contract: Contract | None, contexts: Contract | None) -> Oracle:
+    """The oracle of a case's operator: of a cell, or of a mixer."""
+    return Oracle(case, contract) if case.layer is None else MixerOracle(case, contract)
+
+
+def _seen(values: dict[str, Tensor], inner: At, after: bool = False) -> At:
+    """Keep each value before (or after) `inner`."""
+
+    def at(name: str, x: Tensor) -> Tensor:
+        y = inner(name, x)
+        values[name] = y if after else x
+        return y
+
+    return at
+
+
