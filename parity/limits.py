@@ -30,6 +30,8 @@ FLIP_NOISE = 8.0
 # A tensor core adds 16 products at a time to an FP32 sum and cuts off what doesn't fit: up to an ulp of the sum a step, always
 # toward zero. Half an ulp in 16 products, of a sum as large as its row's usual one, is more than was left to chance.
 MMA_TRUNCATION = 2.0**-24 / 16
+# Two sides of a tie are told apart by what followed when one fits it better by this much, in squares of the noise's spread.
+DECIDED = 25.0
 # Another count of live sequences may be another launch configuration, whose sums flip a rounding here and there; a row that
 # belongs to somebody else is wrong by its own size.
 OTHER_CONFIGURATION = 2.0**-7

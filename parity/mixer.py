@@ -20,10 +20,8 @@ from parity.oracle import Judged, Oracle, Prediction, Stored, spread
 from parity.tokens import Tokens
 from reference import kda_mixer
 from reference.kda_weights import KdaWeights
-from reference.points import KDA, At, Contract, exact, flipped, grafted, rounding, tie_distance
+from reference.points import KDA, At, Contract, exact, flipped, grafted, other_side, rounding, tie_distance
 from reference.precision import full_precision
-
-HIDDEN = ("proj_g_a", "proj_g", "out")  # what rounds behind the state
 
 
 class MixerOracle(Oracle):
@@ -103,52 +101,56 @@ class MixerOracle(Oracle):
         self, tokens: Tokens, state: Tensor, window: Tensor, stored: Stored,
         raw: dict[str, Tensor], single: dict[str, Tensor], noise: dict[str, Tensor],
     ) -> tuple[Prediction, Prediction]:  # fmt: skip
-        """Gold and floor of a decode step, settled on what the candidate shows of its projections."""
-        own = {"proj_qkv": stored.window[:, 2:].double()} | settle.settle(self, tokens, state, window, stored, raw, noise)
-        wide, narrow = self.weights(torch.float64), self.weights(torch.float32)
-        rounded: dict[str, Tensor] = {}
-        contract = grafted(own, rounding(self.roundings))
-        hidden = tokens.x["hidden"]
-        x = kda_mixer.project(hidden.double(), wide, _seen(rounded, contract, after=True))
+        """Gold and floor of a decode step, going on from what the candidate shows of its projections."""
+        found = settle.settle(self, tokens, state, window, stored, raw, noise)
+        own = {"proj_qkv": stored.window[:, 2:].double()}
+        wide, contract = self.weights(torch.float64), rounding(self.roundings)
+        x = kda_mixer.project(tokens.x["hidden"].double(), wide, grafted(own | found.likely, contract))
         settled = replace(tokens, x=x)
-        self.settled.append((settled, own))
-        gold = self.cell.gold(settled, state, window)
-        pre: dict[str, Tensor] = {}  # before `out` rounds
-        core = rounding(self.roundings)("out", gold.out)
-        start = replace(tokens, x=kda_mixer.project(hidden.float(), narrow, grafted(own))) if not self.roundings else settled
+        self.settled.append((settled, own | found.likely))
+
+        before: dict[str, Tensor] = dict(raw)
+        rounded: dict[str, Tensor] = {}
+        gold = self.cell.predict(settled, state, window, torch.float64, _seen(before, _seen(rounded, contract, after=True)))
+        gold.rounded = [{point: rounded[point] for point in self.cell.roundings}]
+        start = settled if self.roundings else replace(tokens, x=kda_mixer.project(tokens.x["hidden"].float(), self.weights(torch.float32), grafted(own)))
         floor = self.cell.floor(start, state, window, gold)
-        out = self._projected(core, wide)
-        one = self._projected(core.float() if self.roundings else floor.out, narrow)
-        del pre
-        turned = self._turned(settled, state, window, raw, noise, own, gold, floor)
-        summed = self._truncation(self.case.problem.heads * self.case.kda.value_dim, out)
-        away = (one.double() - out).abs() + (turned - out).abs() + summed
-        return replace(gold, out=out), replace(floor, out=out + away)
+        out = self._projected(rounded["out"], wide)
+        one = self._projected(rounded["out"].float() if self.roundings else floor.out, self.weights(torch.float32))
+        turned = self._turned(settled, found.turned, state, window, before, noise, floor) if self.roundings else gold
+        away = (one.double() - out).abs() + self._truncation(rounded["out"].flatten(1).shape[1], out)
+        if self.roundings:
+            away += (turned.out - out).abs()
+        return replace(gold, out=out), replace(floor, out=out + away, state=gold.state + (floor.state.double() - gold.state).abs() + (turned.state - gold.state).abs())
 
     def _turned(
-        self, tokens: Tokens, state: Tensor, window: Tensor, raw: dict[str, Tensor], noise: dict[str, Tensor], own: dict[str, Tensor],
-        gold: Prediction, floor: Prediction,
-    ) -> Tensor:  # fmt: skip
-        """The output with every near tie that the state doesn't show on the other side."""
-        wide = self.weights(torch.float64)
-        if not self.roundings:
-            return self._projected(gold.out, wide)
-        eps = torch.finfo(torch.float32).eps
+        self, tokens: Tokens, x: dict[str, Tensor], state: Tensor, window: Tensor,
+        before: dict[str, Tensor], noise: dict[str, Tensor], floor: Prediction,
+    ) -> Prediction:  # fmt: skip
+        """Output and state with every near tie on the other side: the output of those that nothing shows, the state of those left open.
 
-        def at(name: str, x: Tensor) -> Tensor:
+        before: the gold's values before they round. Where a tie that turned moves a value, its own tie may be as far away.
+        """
+        wide, contract, eps = self.weights(torch.float64), rounding(self.roundings), torch.finfo(torch.float32).eps
+
+        def at(name: str, value: Tensor) -> Tensor:
             if name not in self.roundings:
-                return x
+                return value
+            gold, dtype = before[name], self.roundings[name]
             if name in noise:
                 reach = noise[name]
-            elif name == "out":
-                reach = limits.FLIP_NOISE * ((floor.out - gold.out).square().mean(-1, keepdim=True).sqrt() + eps * x.abs())
             else:
-                reach = limits.FLIP_NOISE * eps * torch.maximum(x.abs(), x.square().mean(-1, keepdim=True).sqrt())
-            return flipped(self.roundings, {name: tie_distance(x, self.roundings[name]) <= reach})(name, x)
+                off = (floor.out - gold).square().mean(-1, keepdim=True).sqrt() if name == "out" else 0.0
+                reach = limits.FLIP_NOISE * (off + eps * torch.maximum(gold.abs(), gold.square().mean(-1, keepdim=True).sqrt()))
+            near, moved = contract(name, gold), contract(name, value)
+            turned = torch.where(tie_distance(gold, dtype) <= reach + 2 * (value - gold).abs(), other_side(gold, near, dtype), near)
+            return torch.where((turned - near).abs() > (moved - near).abs(), turned, moved)
 
-        gate = at("proj_g", at("proj_g_a", raw["proj_g_a"]) @ wide.g_b_proj.T)
-        turned = replace(tokens, x=tokens.x | {"gate": gate})
-        return self._projected(self.cell.predict(turned, state, window, torch.float64, at).out, wide)
+        gate = at("proj_g", at("proj_g_a", before["proj_g_a"]) @ wide.g_b_proj.T)
+        own = replace(tokens, x=tokens.x | {"f": x.get("proj_f", tokens.x["f"]), "beta": x.get("proj_b", tokens.x["beta"])})
+        after = self.cell.predict(own, state, window, torch.float64, contract)
+        hidden = self.cell.predict(replace(own, x=own.x | {"gate": gate}), state, window, torch.float64, at)
+        return replace(after, out=self._projected(hidden.out, wide))
 
     def _spread(self, tokens: Tokens, state: Tensor, window: Tensor, gold: Prediction) -> Prediction:
         """The floor where no value is seen: FP32, and every near tie on the other side."""

@@ -11,110 +11,152 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parity import metrics
+from parity import limits, metrics
+from parity.tokens import Tokens
 from reference import kda
 from reference.points import other_side, rounding, tapped, tie_distance
 
 if TYPE_CHECKING:
     from parity.mixer import MixerOracle
     from parity.oracle import Stored
-    from parity.tokens import Tokens
 
 ROUNDS = 2  # what is read off depends a little on what was settled before
 
 
 @dataclass
 class Evidence:
-    """What the state says: the decay [N, H, K] with its weight, and the write strength [N, H], 0 to 1."""
+    """What the state says, with weights of 1 over the square of its noise: decay [N, H, K] and write strength [N, H], 0 to 1."""
 
     decay: Tensor
     weight: Tensor
     beta: Tensor
+    beta_weight: Tensor
+
+    def of_beta(self, logit: Tensor) -> Tensor:
+        """How far each logit [N, H] is from it, in squares of its noise."""
+        return self.beta_weight * (logit.sigmoid() - self.beta).square()
+
+
+@dataclass
+class Settled:
+    """f_a, f and beta [N, 1, D] by point, as the candidate is likeliest to have rounded them, and with every tie that the state
+    leaves open on the other side. Both empty where no projection rounds.
+    """
+
+    likely: dict[str, Tensor]
+    turned: dict[str, Tensor]
 
 
 def settle(
-    layer: "MixerOracle", tokens: "Tokens", state: Tensor, window: Tensor, stored: "Stored", raw: dict[str, Tensor], noise: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """f_a, f and beta [N, 1, D] as the candidate is likeliest to have rounded them; nothing where no projection rounds."""
+    layer: "MixerOracle", tokens: Tokens, state: Tensor, window: Tensor, stored: "Stored", raw: dict[str, Tensor], noise: dict[str, Tensor]
+) -> Settled:
+    """What a decode step that left `stored` took for f_a, f and beta; raw: before they round, noise: how near a tie is near."""
     dtypes = layer.roundings
     if not {"proj_f_a", "proj_f", "proj_b"} <= dtypes.keys():
-        return {}
-    weights, qkv = layer.weights(torch.float64), stored.window[:, 2].double()
-    near, other = _ties(raw["proj_f_a"][:, 0], noise["proj_f_a"][:, 0], dtypes["proj_f_a"])
-    low = rounding(dtypes)("proj_f_a", raw["proj_f_a"][:, 0])
-    f_raw = low @ weights.f_b_proj.T
-    f = rounding(dtypes)("proj_f", f_raw)
-    beta = rounding(dtypes)("proj_b", raw["proj_b"][:, 0])
-    beta_near, beta_other = _ties(raw["proj_b"][:, 0], noise["proj_b"][:, 0], dtypes["proj_b"])
-    reach = noise["proj_f"][:, 0]
+        return Settled({}, {})
+    columns, contract = layer.weights(torch.float64).f_b_proj.T, rounding(dtypes)  # [R, H*K]
+    qkv = stored.window[:, 2].double()
+    low, beta = (_Ties(contract(point, raw[point][:, 0]), raw[point][:, 0], noise[point][:, 0], dtypes[point]) for point in ("proj_f_a", "proj_b"))
+    f = _f(layer, low.value @ columns, noise)
     for _ in range(ROUNDS):
-        seen = _evidence(layer, qkv, f, beta, state, window, stored.state)
-        low, f_raw = _settle_low(layer, seen, low, f_raw, near, raw["proj_f_a"][:, 0], other)
-        f = rounding(dtypes)("proj_f", f_raw)
-        f_near, f_other = _ties(f_raw, reach, dtypes["proj_f"])
-        f = torch.where(f_near & (_cost(layer, seen, f_other) < _cost(layer, seen, f)), f_other, f)
-        seen = _evidence(layer, qkv, f, beta, state, window, stored.state)
-        closer = (beta_other.sigmoid() - seen.beta).abs() < (beta.sigmoid() - seen.beta).abs()
-        beta, beta_other = _swapped(beta_near & closer, beta, beta_other)
-    return {name: value[:, None] for name, value in (("proj_f_a", low), ("proj_f", f), ("proj_b", beta))}
+        seen = _evidence(layer, qkv, f.value, beta.value, state, window, stored.state)
+        f = _f(layer, _settle_low(layer, seen, low, noise), noise)
+        f.turn(f.near & (_misfit(layer, seen, f.other) < _misfit(layer, seen, f.value)))
+        seen = _evidence(layer, qkv, f.value, beta.value, state, window, stored.state)
+        beta.turn(beta.near & (seen.of_beta(beta.other) < seen.of_beta(beta.value)))
+    moves = torch.where(low.open, (low.other - low.value).abs(), 0.0) @ columns.abs()  # of f, by what is open in f_a
+    f_near = tie_distance(low.value @ columns, dtypes["proj_f"]) <= noise["proj_f"][:, 0] + moves
+    open_f = f_near & _undecided(_misfit(layer, seen, f.other), _misfit(layer, seen, f.value))
+    open_beta = beta.near & _undecided(seen.of_beta(beta.other), seen.of_beta(beta.value))
+    turned = {
+        point: torch.where(which, ties.other, ties.value)
+        for point, ties, which in (("proj_f_a", low, low.open), ("proj_f", f, open_f), ("proj_b", beta, open_beta))
+    }
+    likely = dict(proj_f_a=low.value, proj_f=f.value, proj_b=beta.value)
+    return Settled(*({name: value[:, None] for name, value in side.items()} for side in (likely, turned)))
 
 
-def _ties(x: Tensor, reach: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Which values are near their tie, and what each is on the other side of it."""
-    near = x.to(dtype).to(x.dtype)
-    return tie_distance(x, dtype) <= reach, other_side(x, near, dtype)
+class _Ties:
+    """Rounded values [N, D], the other side of the tie of each, which are near it, and which of these nothing decides."""
+
+    def __init__(self, value: Tensor, raw: Tensor, reach: Tensor, dtype: torch.dtype) -> None:
+        self.value, self.other = value, other_side(raw, value, dtype)
+        self.near = tie_distance(raw, dtype) <= reach
+        self.open = self.near
+
+    def turn(self, which: Tensor) -> None:
+        self.value, self.other = torch.where(which, self.other, self.value), torch.where(which, self.value, self.other)
 
 
-def _swapped(which: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.where(which, b, a), torch.where(which, a, b)
+def _f(layer: "MixerOracle", raw: Tensor, noise: dict[str, Tensor]) -> _Ties:
+    return _Ties(rounding(layer.roundings)("proj_f", raw), raw, noise["proj_f"][:, 0], layer.roundings["proj_f"])
 
 
-def _settle_low(
-    layer: "MixerOracle", seen: Evidence, low: Tensor, f_raw: Tensor, near: Tensor, raw: Tensor, other: Tensor
-) -> tuple[Tensor, Tensor]:
-    """f_a [N, R] and the f that it gives: one near tie of each sequence after the other, as long as the state agrees better."""
+def _settle_low(layer: "MixerOracle", seen: Evidence, low: _Ties, noise: dict[str, Tensor]) -> Tensor:
+    """f before it rounds, with near ties of f_a in `low` turned as long as one of them makes f fit better, the best of each sequence."""
     columns = layer.weights(torch.float64).f_b_proj.T  # [R, H*K]
-    first = rounding(layer.roundings)("proj_f_a", raw)
-    cost = _cost(layer, seen, rounding(layer.roundings)("proj_f", f_raw)).sum(1)
-    count, order = near.sum(1), near.int().argsort(1, descending=True)
-    rows = torch.arange(len(low), device=low.device)
-    for rank in range(int(count.max()) if len(count) else 0):
-        place = order[:, rank]
-        turned = torch.where(low == first, other, first)[rows, place]
-        f_turned = f_raw + (turned - low[rows, place])[:, None] * columns[place]
-        cost_turned = _cost(layer, seen, rounding(layer.roundings)("proj_f", f_turned)).sum(1)
-        better = (cost_turned < cost) & (count > rank)
-        low = low.index_put((rows[better], place[better]), turned[better])
-        f_raw, cost = torch.where(better[:, None], f_turned, f_raw), torch.where(better, cost_turned, cost)
-    return low, f_raw
+    raw = low.value @ columns
+    misfit = _fit(layer, seen, raw[:, None], noise)  # [N, 1]
+    count = int(low.near.sum(1).max()) if len(raw) else 0
+    place = low.near.int().argsort(1, descending=True)[:, :count]  # [N, C]
+    usable = low.near.gather(1, place)
+    rows = torch.arange(len(raw), device=raw.device)
+    for last in [False] * 2 * count + [True]:
+        change = (low.other - low.value).gather(1, place)
+        misfits = _fit(layer, seen, raw[:, None] + change[..., None] * columns[place], noise)  # [N, C]
+        gain, best = (misfit - misfits).masked_fill(~usable, -torch.inf).max(1) if count else (misfit[:, 0] * 0, rows)
+        better = gain > 0
+        if last or not bool(better.any()):
+            break
+        chosen = place[rows, best]
+        raw = raw + (better * change[rows, best])[:, None] * columns[chosen]
+        misfit = torch.where(better, misfits[rows, best], misfit[:, 0])[:, None]
+        low.turn(torch.zeros_like(low.near).index_put((rows, chosen), better))
+    low.open = torch.zeros_like(low.near)
+    if count:
+        low.open = low.open.scatter(1, place, usable & ((misfits - misfit).abs() < limits.DECIDED))
+    return raw
 
 
-def _cost(layer: "MixerOracle", seen: Evidence, f: Tensor) -> Tensor:
-    """How badly each f [N, H*K] agrees with the state; a wrong one counts, however wrong, little more than a slightly wrong one."""
+def _fit(layer: "MixerOracle", seen: Evidence, raw: Tensor, noise: dict[str, Tensor]) -> Tensor:
+    """How badly each f [N, C, H*K], before it rounds, fits the state, [N, C]; one that is wrong counts little more for being far off."""
+    dtype = layer.roundings["proj_f"]
+    value = raw.to(dtype).to(raw.dtype)
+    own, other = (_misfit(layer, seen, x) for x in (value, other_side(raw, value, dtype)))
+    near = tie_distance(raw, dtype) <= noise["proj_f"]
+    return torch.where(near, torch.minimum(own, other), own).log1p().sum(2)
+
+
+def _undecided(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).abs() < limits.DECIDED
+
+
+def _misfit(layer: "MixerOracle", seen: Evidence, f: Tensor) -> Tensor:
+    """How far the decay of each f [N, ..., H*K] is from what the state says, in squares of its noise."""
     case, weights = layer.case, layer.weights(torch.float64)
-    heads = case.problem.heads
-    g = kda.log_decay(f.unflatten(1, (heads, -1)), weights.A_log, weights.dt_bias.view(heads, -1), case.kda.lower_bound)
-    return (seen.weight * (g.exp() - seen.decay).square()).log1p().flatten(1)
+    shape = (len(f), *[1] * (f.ndim - 2), *seen.weight.shape[1:])
+    g = kda.log_decay(f.unflatten(-1, shape[-2:]), weights.A_log, weights.dt_bias.view(shape[-2:]), case.kda.lower_bound)
+    return (seen.weight.view(shape) * (g.exp() - seen.decay.view(shape)).square()).flatten(-2)
 
 
 def _evidence(
     layer: "MixerOracle", qkv: Tensor, f: Tensor, beta: Tensor, state: Tensor, window: Tensor, after: Tensor
 ) -> Evidence:
     """Least squares of what the step left beside what these f and beta would have left."""
-    from parity.tokens import Tokens
-
-    case, wide = layer.case, layer.weights(torch.float64)
+    wide = layer.weights(torch.float64)
     widths = [len(wide.q_proj), len(wide.k_proj), len(wide.v_proj)]
     q, k, v = qkv.split(widths, dim=1)
     at: dict[str, Tensor] = {}
     tokens = Tokens.single(dict(q=q, k=k, v=v, f=f, beta=beta, gate=torch.zeros_like(v)))
-    made = layer.cell.predict(tokens, state, window, torch.float64, tapped(at, rounding(layer.cell.roundings), ("k", "decay", "beta", "delta")))
+    points = ("k", "decay", "beta", "delta")
+    made = layer.cell.predict(tokens, state, window, torch.float64, tapped(at, rounding(layer.cell.roundings), points))
+    tiny = torch.finfo(torch.float64).tiny
     before, left = state.double(), after.double()
     rest = torch.where(left.isfinite(), left - made.state, 0.0)
-    scale = metrics.half_ulp(left.nan_to_num(), after.dtype).square() / 3
-    scale += (torch.finfo(torch.float32).eps**2 * left.nan_to_num().square().mean((2, 3), keepdim=True)).clamp(min=torch.finfo(torch.float64).tiny)
-    strength = (before.square() / scale).sum(2)  # [N, H, K]
-    decay = at["decay"] + (rest * before / scale).sum(2) / strength.clamp(min=torch.finfo(torch.float64).tiny)
-    written = at["delta"][..., None] * at["k"][:, :, None, :] / at["beta"].clamp(min=torch.finfo(torch.float64).tiny)[..., None, None]
-    share = (rest * written / scale).sum((2, 3)) / (written.square() / scale).sum((2, 3)).clamp(min=torch.finfo(torch.float64).tiny)
-    return Evidence(decay, strength, at["beta"] + share)
+    scale = metrics.half_ulp(left.nan_to_num(), after.dtype).square() / 3  # the variance of what is stored
+    scale += (torch.finfo(torch.float32).eps ** 2 * left.nan_to_num().square().mean((2, 3), keepdim=True)).clamp(min=tiny)
+    weight = (before.square() / scale).sum(2)  # [N, H, K]
+    decay = at["decay"] + (rest * before / scale).sum(2) / weight.clamp(min=tiny)
+    written = at["delta"][..., None] * at["k"][:, :, None, :] / at["beta"].clamp(min=tiny)[..., None, None]
+    beta_weight = (written.square() / scale).sum((2, 3))
+    return Evidence(decay, weight, at["beta"] + (rest * written / scale).sum((2, 3)) / beta_weight.clamp(min=tiny), beta_weight)
