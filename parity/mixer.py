@@ -103,14 +103,18 @@ class MixerOracle(Oracle):
     ) -> tuple[Prediction, Prediction]:  # fmt: skip
         """Gold and floor of a decode step, going on from what the candidate shows of its projections."""
         found = settle.settle(self, tokens, state, window, stored, raw, noise)
-        own = {"proj_qkv": stored.window[:, 2:].double()}
+        own = {"proj_qkv": stored.window[:, 2:].double()} | found.likely
         wide, contract = self.weights(torch.float64), rounding(self.roundings)
-        x = kda_mixer.project(tokens.x["hidden"].double(), wide, grafted(own | found.likely, contract))
-        settled = replace(tokens, x=x)
-        self.settled.append((settled, own | found.likely))
-
-        before: dict[str, Tensor] = dict(raw)
+        before: dict[str, Tensor] = {}  # what rounds, and what it rounds to
         rounded: dict[str, Tensor] = {}
+        settled = replace(tokens, x=kda_mixer.project(tokens.x["hidden"].double(), wide, grafted(own, contract)))
+        self.cell.predict(settled, state, window, torch.float64, _seen(rounded, contract, after=True))
+        gate = settle.settle_gate(self, rounded["norm"], stored.out, raw, noise)
+        own |= gate.likely
+        found = settle.Settled(found.likely | gate.likely, found.turned | gate.turned)
+        settled = replace(tokens, x=kda_mixer.project(tokens.x["hidden"].double(), wide, _seen(before, grafted(own, contract))))
+        self.settled.append((settled, own))
+
         gold = self.cell.predict(settled, state, window, torch.float64, _seen(before, _seen(rounded, contract, after=True)))
         gold.rounded = [{point: rounded[point] for point in self.cell.roundings}]
         start = settled if self.roundings else replace(tokens, x=kda_mixer.project(tokens.x["hidden"].float(), self.weights(torch.float32), grafted(own)))
@@ -146,7 +150,7 @@ class MixerOracle(Oracle):
             turned = torch.where(tie_distance(gold, dtype) <= reach + 2 * (value - gold).abs(), other_side(gold, near, dtype), near)
             return torch.where((turned - near).abs() > (moved - near).abs(), turned, moved)
 
-        gate = at("proj_g", at("proj_g_a", before["proj_g_a"]) @ wide.g_b_proj.T)
+        gate = at("proj_g", x["proj_g_a"] @ wide.g_b_proj.T) if "proj_g_a" in x else tokens.x["gate"]
         own = replace(tokens, x=tokens.x | {"f": x.get("proj_f", tokens.x["f"]), "beta": x.get("proj_b", tokens.x["beta"])})
         after = self.cell.predict(own, state, window, torch.float64, contract)
         hidden = self.cell.predict(replace(own, x=own.x | {"gate": gate}), state, window, torch.float64, at)

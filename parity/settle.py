@@ -1,11 +1,13 @@
-"""Which way the near ties of a mixer's projections fell, read off the state that a decode step left.
+"""Which way the near ties of a mixer's projections fell, read off the state and the output that a decode step left.
 
 A value of f sets the decay of one column of a head's state, a value of beta how much is written to it: both show in what the
-step made of the state. A value of f_a moves f in every head. Only a value within the noise of its tie has a choice, so a
+step made of the state. A value of f_a moves f in every head, one of g_a the gate of every output. Only a value within the noise of its tie has a choice, so a
 wrong value is taken for the tie that lies nearest and stays wrong by the rest.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from parity.mixer import MixerOracle
     from parity.oracle import Stored
 
-ROUNDS = 2  # what is read off depends a little on what was settled before
+ROUNDS = 3  # what is read off depends a little on what was settled before
 
 
 @dataclass
@@ -39,8 +41,8 @@ class Evidence:
 
 @dataclass
 class Settled:
-    """f_a, f and beta [N, 1, D] by point, as the candidate is likeliest to have rounded them, and with every tie that the state
-    leaves open on the other side. Both empty where no projection rounds.
+    """Projections [N, 1, D] by point, as the candidate is likeliest to have rounded them, and with every tie that is left open
+    on the other side. Both empty where no projection rounds.
     """
 
     likely: dict[str, Tensor]
@@ -57,16 +59,17 @@ def settle(
     columns, contract = layer.weights(torch.float64).f_b_proj.T, rounding(dtypes)  # [R, H*K]
     qkv = stored.window[:, 2].double()
     low, beta = (_Ties(contract(point, raw[point][:, 0]), raw[point][:, 0], noise[point][:, 0], dtypes[point]) for point in ("proj_f_a", "proj_b"))
-    f = _f(layer, low.value @ columns, noise)
+    reach = noise["proj_f"][:, 0]
+    f = _Ties(contract("proj_f", low.value @ columns), low.value @ columns, reach, dtypes["proj_f"])
     for _ in range(ROUNDS):
         seen = _evidence(layer, qkv, f.value, beta.value, state, window, stored.state)
-        f = _f(layer, _settle_low(layer, seen, low, noise), noise)
+        f_raw = _descend(low, columns, partial(_fit, layer, seen, noise=noise))
+        moves = torch.where(low.near, (low.other - low.value).abs(), 0.0) @ columns.abs()  # of f, by ties of f_a that were mistaken
+        f = _Ties(contract("proj_f", f_raw), f_raw, reach + moves, dtypes["proj_f"])
         f.turn(f.near & (_misfit(layer, seen, f.other) < _misfit(layer, seen, f.value)))
         seen = _evidence(layer, qkv, f.value, beta.value, state, window, stored.state)
         beta.turn(beta.near & (seen.of_beta(beta.other) < seen.of_beta(beta.value)))
-    moves = torch.where(low.open, (low.other - low.value).abs(), 0.0) @ columns.abs()  # of f, by what is open in f_a
-    f_near = tie_distance(low.value @ columns, dtypes["proj_f"]) <= noise["proj_f"][:, 0] + moves
-    open_f = f_near & _undecided(_misfit(layer, seen, f.other), _misfit(layer, seen, f.value))
+    open_f = f.near & _undecided(_misfit(layer, seen, f.other), _misfit(layer, seen, f.value))
     open_beta = beta.near & _undecided(seen.of_beta(beta.other), seen.of_beta(beta.value))
     turned = {
         point: torch.where(which, ties.other, ties.value)
@@ -88,23 +91,41 @@ class _Ties:
         self.value, self.other = torch.where(which, self.other, self.value), torch.where(which, self.value, self.other)
 
 
-def _f(layer: "MixerOracle", raw: Tensor, noise: dict[str, Tensor]) -> _Ties:
-    return _Ties(rounding(layer.roundings)("proj_f", raw), raw, noise["proj_f"][:, 0], layer.roundings["proj_f"])
+def settle_gate(layer: "MixerOracle", norm: Tensor, out: Tensor, raw: dict[str, Tensor], noise: dict[str, Tensor]) -> Settled:
+    """g_a [N, 1, R] alike, read off the output [N, 1, hidden]: a value of it moves all of a token's gates. norm [N, H, V]."""
+    dtypes = layer.roundings
+    if not {"proj_g_a", "proj_g"} <= dtypes.keys():
+        return Settled({}, {})
+    contract, weights, point = rounding(dtypes), layer.weights(torch.float64), "proj_g_a"
+    low = _Ties(contract(point, raw[point][:, 0]), raw[point][:, 0], noise[point][:, 0], dtypes[point])
+    left = out.double().nan_to_num()
+    scale = metrics.half_ulp(left, out.dtype).square() / 3 + (limits.MMA_TRUNCATION * norm[0].numel()) ** 2 * left.square().mean(2, keepdim=True)
+
+    def fit(gate: Tensor) -> Tensor:
+        core = contract("out", norm.flatten(1)[:, None] * contract("proj_g", gate).sigmoid())
+        return ((core @ weights.o_proj.T - left).square() / scale.clamp(min=torch.finfo(torch.float64).tiny)).sum(2)
+
+    _descend(low, weights.g_b_proj.T, fit)
+    return Settled({point: low.value[:, None]}, {point: torch.where(low.open, low.other, low.value)[:, None]})
 
 
-def _settle_low(layer: "MixerOracle", seen: Evidence, low: _Ties, noise: dict[str, Tensor]) -> Tensor:
-    """f before it rounds, with near ties of f_a in `low` turned as long as one of them makes f fit better, the best of each sequence."""
-    columns = layer.weights(torch.float64).f_b_proj.T  # [R, H*K]
+def _descend(low: _Ties, columns: Tensor, fit: Callable[[Tensor], Tensor]) -> Tensor:
+    """Turn near ties in `low` as long as one of them makes what it gives fit better, the best of each sequence; what it gives.
+
+    columns [R, D]: of the next linear. fit: how badly values [N, C, D] of it, before they round, fit what was seen, [N, C].
+    """
     raw = low.value @ columns
-    misfit = _fit(layer, seen, raw[:, None], noise)  # [N, 1]
+    misfit = fit(raw[:, None])  # [N, 1]
     count = int(low.near.sum(1).max()) if len(raw) else 0
+    low.open = torch.zeros_like(low.near)
+    if count == 0:
+        return raw
     place = low.near.int().argsort(1, descending=True)[:, :count]  # [N, C]
-    usable = low.near.gather(1, place)
-    rows = torch.arange(len(raw), device=raw.device)
+    usable, rows = low.near.gather(1, place), torch.arange(len(raw), device=raw.device)
     for last in [False] * 2 * count + [True]:
         change = (low.other - low.value).gather(1, place)
-        misfits = _fit(layer, seen, raw[:, None] + change[..., None] * columns[place], noise)  # [N, C]
-        gain, best = (misfit - misfits).masked_fill(~usable, -torch.inf).max(1) if count else (misfit[:, 0] * 0, rows)
+        misfits = fit(raw[:, None] + change[..., None] * columns[place])  # [N, C]
+        gain, best = (misfit - misfits).masked_fill(~usable, -torch.inf).max(1)
         better = gain > 0
         if last or not bool(better.any()):
             break
@@ -112,9 +133,7 @@ def _settle_low(layer: "MixerOracle", seen: Evidence, low: _Ties, noise: dict[st
         raw = raw + (better * change[rows, best])[:, None] * columns[chosen]
         misfit = torch.where(better, misfits[rows, best], misfit[:, 0])[:, None]
         low.turn(torch.zeros_like(low.near).index_put((rows, chosen), better))
-    low.open = torch.zeros_like(low.near)
-    if count:
-        low.open = low.open.scatter(1, place, usable & ((misfits - misfit).abs() < limits.DECIDED))
+    low.open = low.open.scatter(1, place, usable & _undecided(misfits, misfit))
     return raw
 
 
