@@ -11,8 +11,8 @@ from parity.buffers import GuardedRows, same_bits
 from parity.phases import PHASES
 from parity.problem import Problem
 from parity.tokens import Tokens
-from reference.kda_weights import KdaWeights
 from reference.kda_replay import Replay
+from reference.kda_weights import KdaWeights
 
 SPARE_SLOTS = 2  # slots that no sequence of the case names
 POOL_GAP = 48  # elements between slots: a padded pool

@@ -7,6 +7,7 @@ output are held to the limits of the cell. What turns behind the state, in the g
 output's floor, and so is every near tie of a prefill and of a verify, whose tokens nobody sees one by one.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,6 @@ class MixerOracle(Oracle):
         cell = {point: dtype for point, dtype in (contract.rounds if contract else {}).items() if point in KDA[:-1]}
         accumulate = contract.accumulate if contract else "fp32"
         self.cell = Oracle(case, Contract(rounds=cell, accumulate=accumulate) if contract else None)
-        self.settled: list[tuple[Tokens, dict[str, Tensor]]] = []
         self._weights: dict[torch.dtype, KdaWeights] = {}
 
     def weights(self, dtype: torch.dtype) -> KdaWeights:
@@ -75,33 +75,34 @@ class MixerOracle(Oracle):
         exactly = self.exact(tokens, state, window)
         if tokens.longest > 1:
             gold = self.gold(tokens, state, window)
-            return Judged(gold, exactly, self._spread(tokens, state, window, gold), held)
-        gold, floor = self._decoded(tokens, state, window, stored, raw, single, noise)
-        return Judged(gold, exactly, floor, held)
+            return Judged(gold, exactly, self._spread(tokens, state, window, gold), held, rounding(self.roundings))
+        gold, floor, own, cell = self._decoded(tokens, state, window, stored, raw, noise)
+        return Judged(gold, exactly, floor, held, grafted(own, rounding(self.roundings)), cell)
 
-    def allow(self, call: Call, stored: torch.dtype, output: Moments, state: Moments) -> None:
-        """Near ties inside the cell, of the activations that the step was settled on."""
-        settled, self.settled = self.settled, []
-        if not settled:
+    def allow(self, call: Call, cells: Sequence[Tokens], stored: torch.dtype, output: Moments, state: Moments) -> None:
+        """Near ties inside the cell, for the activations that decode steps were settled on."""
+        if not cells:
             return
-        x = {name: torch.cat([part.x[name] for part, _ in settled]) for name in settled[0][0].x}
-        tokens = Tokens.single({name: value[:, 0] for name, value in x.items()})
+        x = {name: torch.cat([part.x[name][:, 0] for part in cells]) for name in cells[0].x}
         none = Moments(**{name: torch.zeros_like(state.error) for name in vars(state)})
         core = call.out.new_zeros(*state.error.shape, 1)
-        ties.allow(self.cell, replace(call, inputs=replace(call.inputs, tokens=tokens), out=core), stored, none, state)
+        cell = replace(call, inputs=replace(call.inputs, tokens=Tokens.single(x)), out=core)
+        ties.allow(self.cell, cell, stored, none, state)
 
-    def contract_at(self, tokens: Tokens, state: Tensor, window: Tensor, stored: Stored) -> At:
-        """The contract, going on from what this step was settled on."""
-        self.judged(tokens, state, window, stored)
-        own = self.settled[-1][1] if self.settled else {}
-        self.settled = []
-        return grafted(own, rounding(self.roundings))
+    def mistaken(self) -> Iterator[tuple[str, str, KdaWeights]]:
+        """Point, cause and weights of a layer that was put together wrong."""
+        layer = self.weights(torch.float64)
+        yield "proj_f_a", "f_a and g_a swapped", replace(layer, f_a_proj=layer.g_a_proj, g_a_proj=layer.f_a_proj)
+        yield "proj_qkv", "q and k swapped", replace(layer, q_proj=layer.k_proj, k_proj=layer.q_proj)
+        one = self.case.kda.value_dim
+        for cause, columns in (("before", one), ("after", -one)):
+            yield "o_proj", f"o_proj of the head {cause}", replace(layer, o_proj=layer.o_proj.roll(columns, 1))
 
     def _decoded(
         self, tokens: Tokens, state: Tensor, window: Tensor, stored: Stored,
-        raw: dict[str, Tensor], single: dict[str, Tensor], noise: dict[str, Tensor],
-    ) -> tuple[Prediction, Prediction]:  # fmt: skip
-        """Gold and floor of a decode step, going on from what the candidate shows of its projections."""
+        raw: dict[str, Tensor], noise: dict[str, Tensor],
+    ) -> tuple[Prediction, Prediction, dict[str, Tensor], Tokens]:  # fmt: skip
+        """Gold and floor of a decode step, the projections that they go on from, and the cell's activations."""
         found = settle.settle(self, tokens, state, window, stored, raw, noise)
         own = {"proj_qkv": stored.window[:, 2:].double()} | found.likely
         wide, contract = self.weights(torch.float64), rounding(self.roundings)
@@ -113,19 +114,24 @@ class MixerOracle(Oracle):
         own |= gate.likely
         found = settle.Settled(found.likely | gate.likely, found.turned | gate.turned)
         settled = replace(tokens, x=kda_mixer.project(tokens.x["hidden"].double(), wide, _seen(before, grafted(own, contract))))
-        self.settled.append((settled, own))
 
-        gold = self.cell.predict(settled, state, window, torch.float64, _seen(before, _seen(rounded, contract, after=True)))
+        watched = self._watched(_seen(before, _seen(rounded, contract, after=True)))
+        gold = self.cell.predict(settled, state, window, torch.float64, watched)
         gold.rounded = [{point: rounded[point] for point in self.cell.roundings}]
-        start = settled if self.roundings else replace(tokens, x=kda_mixer.project(tokens.x["hidden"].float(), self.weights(torch.float32), grafted(own)))
-        floor = self.cell.floor(start, state, window, gold)
+        gold.window[:, -1] = contract("proj_qkv", raw["proj_qkv"][:, 0])
         out = self._projected(rounded["out"], wide)
-        one = self._projected(rounded["out"].float() if self.roundings else floor.out, self.weights(torch.float32))
-        turned = self._turned(settled, found.turned, state, window, before, noise, floor) if self.roundings else gold
-        away = (one.double() - out).abs() + self._truncation(rounded["out"].flatten(1).shape[1], out)
-        if self.roundings:
-            away += (turned.out - out).abs()
-        return replace(gold, out=out), replace(floor, out=out + away, state=gold.state + (floor.state.double() - gold.state).abs() + (turned.state - gold.state).abs())
+        summed = self._truncation(rounded["out"].flatten(1).shape[1], out)
+        narrow = self.weights(torch.float32)
+        if not self.roundings:
+            start = replace(tokens, x=kda_mixer.project(tokens.x["hidden"].float(), narrow, grafted(own)))
+            floor = self.cell.floor(start, state, window, gold)
+            return replace(gold, out=out), replace(floor, out=self._projected(floor.out, narrow)), own, settled
+        floor = self.cell.floor(settled, state, window, gold)
+        one = self._projected(rounded["out"].float(), narrow)
+        turned = self._turned(settled, found.turned, state, window, before, noise, floor)
+        floor.out = _away(out, one, turned.out) + summed
+        floor.state = _away(gold.state, floor.state, turned.state)
+        return replace(gold, out=out), floor, own, settled
 
     def _turned(
         self, tokens: Tokens, x: dict[str, Tensor], state: Tensor, window: Tensor,
@@ -203,8 +209,8 @@ class MixerOracle(Oracle):
             taps, values, reach = after[i, 3 - new :], raw[i, count - new : count], noise[i, count - new : count]
             far = False
             for tap, value, away in zip(*(x.split(sections, dim=1) for x in (taps, values, reach)), strict=True):
-                parts = [x.unflatten(1, (problem.heads, -1)) for x in (tap, value, value, value + away / limits.FLIP_NOISE)]
-                m = metrics.moments(*parts, problem.activation)
+                own, gold, floor = (x.unflatten(1, (problem.heads, -1)) for x in (tap, value, value + away / limits.FLIP_NOISE))
+                m = metrics.moments(own, gold, gold, floor, problem.activation)
                 far |= not metrics.noise_ratio(m).within(limits.boundary(problem.activation))
             held.append(carried and not far)
         return torch.tensor(held, dtype=torch.bool, device=after.device)
@@ -213,6 +219,11 @@ class MixerOracle(Oracle):
 def oracle_of(case: Case, contract: Contract | None, contexts: Contract | None) -> Oracle:
     """The oracle of a case's operator: of a cell, or of a mixer."""
     return Oracle(case, contract) if case.layer is None else MixerOracle(case, contract)
+
+
+def _away(gold: Tensor, *sides: Tensor) -> Tensor:
+    """The gold, as far off as the sides are together."""
+    return gold + torch.stack([(side.double() - gold).abs() for side in sides]).sum(0)
 
 
 def _seen(values: dict[str, Tensor], inner: At, after: bool = False) -> At:
@@ -224,5 +235,3 @@ def _seen(values: dict[str, Tensor], inner: At, after: bool = False) -> At:
         return y
 
     return at
-
-

@@ -39,12 +39,16 @@ class Stored:
 
 @dataclass
 class Judged:
-    """What a step is judged by. window_held: whose windows are what they may be, bool [N]."""
+    """What a step is judged by. window_held: whose windows are what they may be, bool [N]. at: the gold's contract, as a step of a
+    mixer was settled, and cell: the activations that it gave.
+    """
 
     gold: Prediction
     exact: Prediction
     floor: Prediction
     window_held: Tensor
+    at: At
+    cell: Tokens | None = None
 
 
 class Oracle:
@@ -132,7 +136,7 @@ class Oracle:
         gold = self.gold(tokens, state, window)
         exact = self.exact(tokens, state, window) if self.roundings else gold
         held = (stored.window == gold.window).flatten(1).all(1)  # raw inputs, which no computation touches
-        return Judged(gold, exact, self.floor(tokens, state, window, gold), held)
+        return Judged(gold, exact, self.floor(tokens, state, window, gold), held, rounding(self.roundings))
 
     def _watched(self, at: At) -> At:
         def watch(name: str, x: Tensor) -> Tensor:
@@ -177,5 +181,15 @@ Operator = Callable[..., Tensor]
 
 def entry_points() -> frozenset[object]:
     """Code of the reference's operators: a candidate that enters one of these is compared with itself."""
-    functions = (kda.decode, kda.prefill, kda.step, kda_chunk.prefill, kda_chunk.chunk_step, kda_verify.verify, kda_verify.commit, kda_mixer.mixer, kda_mixer.project)
+    functions = (
+        kda.decode,
+        kda.prefill,
+        kda.step,
+        kda_chunk.prefill,
+        kda_chunk.chunk_step,
+        kda_verify.verify,
+        kda_verify.commit,
+        kda_mixer.mixer,
+        kda_mixer.project,
+    )
     return frozenset(getattr(function, "__wrapped__", function).__code__ for function in functions)

@@ -114,9 +114,9 @@ def _mixer(case: "Case", step: int, x: dict[str, Tensor]) -> Made:
     for sequence, part in enumerate(parts):
         runs[sequence, : len(part)] = part
     counts = tuple(map(len, parts))
-    return {"cu_seqlens": _ends(lengths, case)}, Tokens(
-        {"hidden": runs}, counts, (0,) * len(counts), counts, tuple(i < len(lengths) for i in range(problem.batch))
-    )
+    contexts = tuple(i < len(lengths) for i in range(problem.batch))
+    tokens = Tokens({"hidden": runs}, counts, (0,) * len(counts), counts, contexts=contexts)
+    return {"cu_seqlens": _ends(lengths, case)}, tokens
 
 
 def _call_mixer(call: Callable[..., Any], x: dict[str, Any]) -> Any:

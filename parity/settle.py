@@ -1,8 +1,9 @@
 """Which way the near ties of a mixer's projections fell, read off the state and the output that a decode step left.
 
 A value of f sets the decay of one column of a head's state, a value of beta how much is written to it: both show in what the
-step made of the state. A value of f_a moves f in every head, one of g_a the gate of every output. Only a value within the noise of its tie has a choice, so a
-wrong value is taken for the tie that lies nearest and stays wrong by the rest.
+step made of the state. A value of f_a moves f in every head, one of g_a the gate of every output. Only
+a value within the noise of its tie has a choice, so a wrong value is taken for the tie that lies nearest and stays wrong by the
+rest.
 """
 
 from collections.abc import Callable
@@ -58,7 +59,9 @@ def settle(
         return Settled({}, {})
     columns, contract = layer.weights(torch.float64).f_b_proj.T, rounding(dtypes)  # [R, H*K]
     qkv = stored.window[:, 2].double()
-    low, beta = (_Ties(contract(point, raw[point][:, 0]), raw[point][:, 0], noise[point][:, 0], dtypes[point]) for point in ("proj_f_a", "proj_b"))
+    low, beta = (
+        _Ties(contract(point, raw[point][:, 0]), raw[point][:, 0], noise[point][:, 0], dtypes[point]) for point in ("proj_f_a", "proj_b")
+    )
     reach = noise["proj_f"][:, 0]
     f = _Ties(contract("proj_f", low.value @ columns), low.value @ columns, reach, dtypes["proj_f"])
     for _ in range(ROUNDS):
@@ -99,7 +102,9 @@ def settle_gate(layer: "MixerOracle", norm: Tensor, out: Tensor, raw: dict[str, 
     contract, weights, point = rounding(dtypes), layer.weights(torch.float64), "proj_g_a"
     low = _Ties(contract(point, raw[point][:, 0]), raw[point][:, 0], noise[point][:, 0], dtypes[point])
     left = out.double().nan_to_num()
-    scale = metrics.half_ulp(left, out.dtype).square() / 3 + (limits.MMA_TRUNCATION * norm[0].numel()) ** 2 * left.square().mean(2, keepdim=True)
+    scale = metrics.half_ulp(left, out.dtype).square() / 3 + (limits.MMA_TRUNCATION * norm[0].numel()) ** 2 * left.square().mean(
+        2, keepdim=True
+    )
 
     def fit(gate: Tensor) -> Tensor:
         core = contract("out", norm.flatten(1)[:, None] * contract("proj_g", gate).sigmoid())
@@ -158,9 +163,7 @@ def _misfit(layer: "MixerOracle", seen: Evidence, f: Tensor) -> Tensor:
     return (seen.weight.view(shape) * (g.exp() - seen.decay.view(shape)).square()).flatten(-2)
 
 
-def _evidence(
-    layer: "MixerOracle", qkv: Tensor, f: Tensor, beta: Tensor, state: Tensor, window: Tensor, after: Tensor
-) -> Evidence:
+def _evidence(layer: "MixerOracle", qkv: Tensor, f: Tensor, beta: Tensor, state: Tensor, window: Tensor, after: Tensor) -> Evidence:
     """Least squares of what the step left beside what these f and beta would have left."""
     wide = layer.weights(torch.float64)
     widths = [len(wide.q_proj), len(wide.k_proj), len(wide.v_proj)]

@@ -4,7 +4,7 @@ Decode is one token for each sequence, and prefill any number. Verify is the acc
 only replayed, then the golden token, after which the pools are stored, then the drafts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -21,7 +21,7 @@ class Tokens:
     length: tuple[int, ...]
     replayed: tuple[int, ...]
     stored: tuple[int, ...]
-    contexts: tuple[bool, ...] = ()
+    contexts: tuple[bool, ...] = field(default=(), kw_only=True)
 
     @classmethod
     def single(cls, x: dict[str, Tensor]) -> "Tokens":
@@ -31,7 +31,8 @@ class Tokens:
 
     def __getitem__(self, sequences: slice) -> "Tokens":
         x = {name: value[sequences] for name, value in self.x.items()}
-        return Tokens(x, self.length[sequences], self.replayed[sequences], self.stored[sequences], self.contexts[sequences])
+        length, replayed, stored = (own[sequences] for own in (self.length, self.replayed, self.stored))
+        return Tokens(x, length, replayed, stored, contexts=self.contexts[sequences])
 
     @property
     def longest(self) -> int:

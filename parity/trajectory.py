@@ -8,13 +8,13 @@ import math
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from optimized import contracts
 from optimized.registry import Implementation
 from parity import metrics, ties
 from parity.buffers import same_bits
@@ -23,6 +23,7 @@ from parity.metrics import Moments
 from parity.mixer import MixerOracle, oracle_of
 from parity.oracle import Operator, Oracle, Stored
 from parity.phases import PHASES
+from reference.points import rounding
 
 SLICE_BYTES = 60_000_000  # of FP64 state at a time
 ULP_BINS = 4096
@@ -67,11 +68,14 @@ class Step:
 
 
 class FreeRun:
-    """The reference side of the drift: the FP32 reference, or a named implementation, on its own pools."""
+    """The reference side of the drift: the FP32 reference, or a named implementation, on its own pools.
+
+    Of a mixer, the reference stores its projections in the activation dtype, as anything does that hands them to a cell.
+    """
 
     def __init__(self, case: Case, reference: Implementation | None) -> None:
         self.case = case
-        self.oracle = oracle_of(case, None, None)
+        self.oracle = oracle_of(case, contracts.MIXER if case.layer is not None else None, None)
         self.pools: Pools | None = None
         self.call: Operator | None = None
         pools = case.pools()
@@ -92,7 +96,8 @@ class FreeRun:
                 yield part, out[inputs.tokens.rows(part)], pools.state[pools.index[part]]
             return
         for part in slices(self.case):
-            after = self.oracle.predict(inputs.tokens[part], self.state[part], self.window[part], torch.float32)
+            contract = rounding(self.oracle.roundings)
+            after = self.oracle.predict(inputs.tokens[part], self.state[part], self.window[part], torch.float32, contract)
             self.state[part], self.window[part] = after.state, after.window
             yield part, after.out, after.state
 
@@ -140,7 +145,7 @@ def _check_output(out: object, dtype: torch.dtype, shape: tuple[int, int]) -> No
 
 def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) -> Step:
     """The step's moments, its ULP histogram and its drift, slice by slice."""
-    outputs, states, windows = [], [], []
+    outputs, states, windows, cells = [], [], [], []
     ulps = torch.zeros(ULP_BINS, dtype=torch.int64, device=call.out.device)
     sums = torch.zeros(8, dtype=torch.float64, device=call.out.device)
     for part, free_out, free_state in free.step(call.inputs):
@@ -151,13 +156,16 @@ def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) 
         outputs.append(metrics.moments(out, gold.out, exact.out, floor.out, out.dtype))
         states.append(metrics.moments(state, gold.state, exact.state, floor.state, state.dtype))
         windows.append(judged.window_held)
+        cells += [judged.cell] if judged.cell is not None else []
         distance = metrics.ulp_distance(out, exact.out.to(out.dtype)).clamp(max=ULP_BINS - 1).flatten()
         ulps.scatter_add_(0, distance, torch.ones_like(distance))
         sums += _drift_sums(out, free_out, state, free_state, exact.state)
     drift = _drift(call.number, sums)
     step = Step(call, metrics.joined(outputs), metrics.joined(states), torch.cat(windows), ulps.cpu(), drift)
-    allow = oracle.allow if isinstance(oracle, MixerOracle) else partial(ties.allow, oracle)
-    allow(call, pools.state.dtype, step.output, step.state)
+    if isinstance(oracle, MixerOracle):
+        oracle.allow(call, cells, pools.state.dtype, step.output, step.state)
+    else:
+        ties.allow(oracle, call, pools.state.dtype, step.output, step.state)
     return step
 
 
