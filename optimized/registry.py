@@ -54,6 +54,10 @@ class Implementation:
     capturable: bool = True  # in a CUDA graph
     function: Callable[..., Any] | None = None  # given as such, not by name
 
+    def __post_init__(self) -> None:
+        if self.contract is not None:
+            contracts.check(self.op, self.contract)
+
     def load(self) -> Callable[..., Any]:
         """The callable. ImportError when a package is missing; ValueError when the target does not exist."""
         return self.function or _resolve(self.target)
