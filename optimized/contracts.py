@@ -9,6 +9,13 @@ STAGED = Contract(rounds={"conv": ACTIVATION, "core": ACTIVATION})
 PREFILL = Contract(
     rounds=dict.fromkeys(("q_in", "k_in", "k_out", "aqk", "inv", "w", "u", "s_in", "dl", "core"), ACTIVATION), accumulate="mma_bf16"
 )
+# FLA's chunks: normed q and k are stored, and so are the chunk's matrices; FlashKDA's round the same, in chunks of 16.
+CHUNKED = Contract(
+    rounds=dict.fromkeys(
+        ("conv", "q", "k", "q_in", "k_in", "k_out", "akk", "aqk", "inv", "w", "u", "s_in", "dl", "core"), ACTIVATION
+    ),
+    accumulate="mma_bf16",
+)  # fmt: skip
 # What the mixer's GEMMs store and what its cell hands to the last of them; the cell rounds as its own contract says.
 _PROJECTED = dict.fromkeys(("proj_qkv", "proj_f_a", "proj_f", "proj_g_a", "proj_g", "proj_b", "out"), ACTIVATION)
 MIXER = Contract(rounds=_PROJECTED, points=KDA_MIXER)
