@@ -35,6 +35,7 @@ class Workload:
     batch: int
     key_dim: int
     value_dim: int
+    lower_bound: float | None = None  # of the gate; None: softplus
 
 
 Supports = Callable[[Workload], tuple[bool, str]]
@@ -152,6 +153,23 @@ def _fla_runs(work: Workload) -> tuple[bool, str]:
     return runs, f"fla-core {_version('fla-core')}, {reason}" if runs else reason
 
 
+def _fla_prefill_runs(work: Workload) -> tuple[bool, str]:
+    if work.arch == CPU:
+        return False, "its chunk kernels tune themselves on a device"
+    if work.key_dim > 256:
+        return False, "its chunk kernels take K up to 256"
+    return _fla_runs(work)
+
+
+def _flash_kda_runs(work: Workload) -> tuple[bool, str]:
+    if work.arch == CPU or int(work.arch.removeprefix("sm")) < 90:
+        return False, f"its kernels run from sm90 on, not on {work.arch}"
+    from optimized.peers import flash_kda
+
+    runs, reason = flash_kda.supports(work.dtype, work.key_dim, work.value_dim, work.lower_bound)
+    return (runs, f"tokenspeed-flashkda {_version('tokenspeed-flashkda')}, {reason}") if runs else (False, reason)
+
+
 def _torch_runs(work: Workload) -> tuple[bool, str]:
     return True, "eager torch runs everywhere"
 
@@ -189,6 +207,34 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             ("kda_prefill_prepare_kernel", "kda_prefill_scan_kernel", "kda_prefill_norm_kernel"),
             _triton_runs,
             ("triton",),
+        ),
+        Implementation(
+            "kda.prefill",
+            "fla",
+            "optimized.peers.fla_prefill:prefill",
+            contracts.CHUNKED,
+            (
+                "causal_conv1d_fwd_kernel",
+                "kda_gate_chunk_cumsum_vector_kernel",
+                "chunk_kda_fwd_kernel_inter_solve_fused",
+                "recompute_w_u_fwd_kda_kernel",
+                "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+                "chunk_gla_fwd_kernel_o",
+                "layer_norm_gated_fwd_kernel",
+            ),
+            _fla_prefill_runs,
+            ("fla-core", "triton"),
+            capturable=False,  # live slots are counted on the host
+        ),
+        Implementation(
+            "kda.prefill",
+            "flash_kda",
+            "optimized.peers.flash_kda:prefill",
+            contracts.CHUNKED,
+            ("causal_conv1d_fwd_kernel", "layer_norm_gated_fwd_kernel"),
+            _flash_kda_runs,
+            ("tokenspeed-flashkda", "fla-core", "triton"),
+            capturable=False,
         ),
         Implementation(
             "kda.prefill",

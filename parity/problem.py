@@ -107,16 +107,17 @@ class Problem:
         """What an implementation is asked whether it supports."""
         kda = self.shape.kda
         return registry.Workload(
-            self.op, arch.of_device(self.device), self.activation, self.pool, self.heads, self.batch, kda.key_dim, kda.value_dim
-        )
+            self.op, arch.of_device(self.device), self.activation, self.pool, self.heads, self.batch, kda.key_dim, kda.value_dim,
+            kda.lower_bound,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         settings = ",".join(f"{_option(f.name)}={getattr(self, f.name)}" for f in self._shown()[1:])
         return f"{self.op}:{settings}"
 
 
-def parse(case: str) -> Problem:
-    """The problem that `str(problem)` spells: `op:key=value,...`; keys left out take their defaults."""
+def parse(case: str, device: str = "cpu") -> Problem:
+    """The problem that `str(problem)` spells: `op:key=value,...`; keys left out take their defaults, the device the one given."""
     op, _, settings = case.partition(":")
     problem_fields = {_option(f.name): f for f in fields(Problem)[1:]}
     values: dict[str, int | str] = {}
@@ -128,7 +129,7 @@ def parse(case: str) -> Problem:
         if field.name in values:
             raise ValueError(f"case: {key} stands twice in {case!r}")
         values[field.name] = whole_number(f"case: {key}", value) if field.type is int else value
-    return Problem(op, **values)  # type: ignore[arg-type]
+    return Problem(op, **{"device": device, **values})  # type: ignore[arg-type]
 
 
 def whole_number(name: str, value: object) -> int:

@@ -119,7 +119,7 @@ def tasks(options: Options) -> list[Task]:
 def problems(options: Options) -> list[Problem]:
     """The problems that options name, each once: cases as they are, operators times the lists."""
     ops = options.op or registry.operators()
-    return list(dict.fromkeys(problem for op in ops for problem in ([parse(op)] if ":" in op else _product(op, options))))
+    return list(dict.fromkeys(problem for op in ops for problem in ([parse(op, options.device)] if ":" in op else _product(op, options))))
 
 
 def _product(op: str, options: Options) -> Iterator[Problem]:
