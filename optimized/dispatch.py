@@ -37,6 +37,13 @@ RULES = (
     Rule("kda.decode", GPUS, "fla", "conv update, fused recurrence by slot and gated norm in three or more launches"),
     Rule("kda.decode", (*GPUS, CPU), "torch", "a chain of torch operators, gathers and scatters the rows"),
     Rule("kda.prefill", GPUS, "triton", "chunks prepared all at once, a scan over them, the gated norm: three launches"),
+    Rule(
+        "kda.prefill",
+        tiles.PDL,
+        "flash_kda",
+        "its fused chunks of 16 between FLA's convolution and norm, rows copied from and to the pools",
+    ),
+    Rule("kda.prefill", GPUS, "fla", "convolution, chunks of 64 and gated norm, rows copied from and to the pools"),
     Rule("kda.prefill", (*GPUS, CPU), "torch", "the eager decode token by token on copies of the rows"),
     Rule("kda.verify", GPUS, "triton", "replay, golden token and drafts in one launch, the state read once and stored once"),
     Rule("kda.verify", (*GPUS, CPU), "torch", "the eager decode token by token on copies of the rows"),

@@ -35,6 +35,7 @@ class Workload:
     batch: int
     key_dim: int
     value_dim: int
+    lower_bound: float | None = None  # of the gate; None: softplus
     hidden: int = 0  # of a mixer
     contexts: int = 0  # sequences of a mixer that are prefilled, before the others
     rows: int = 0  # of the activations
@@ -65,6 +66,12 @@ class Implementation:
     prepare: str = ""  # module:function that makes a layer's weights what the callable takes, once
     contexts: Contract | None = None  # of a mixer's context rows, where it isn't that of the others
     also: Callable[[Workload], tuple[str, ...]] = lambda work: ()  # kernels that only some workloads launch
+
+    def __post_init__(self) -> None:
+        if self.contract is not None:
+            contracts.check(self.op, self.contract)
+        if self.contexts is not None:
+            contracts.check(self.op, self.contexts)
 
     def load(self) -> Callable[..., Any]:
         """The callable. ImportError when a package is missing; ValueError when the target does not exist."""
@@ -149,12 +156,19 @@ def _sources(module_name: str, root: Path | None = None, seen: set[str] | None =
 
 
 def _file(module_name: str) -> Path | None:
-    """Where a module's source is; None for what has none, or doesn't exist."""
+    """Where a module's source is; None for what has none, or doesn't exist. Imports nothing: a package may do anything then."""
+    top, *inside = module_name.split(".")
     try:
-        spec = importlib.util.find_spec(module_name)
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError, AttributeError):
         return None
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+    if spec is None:
+        return None
+    if not inside:
+        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    folders = [Path(location, *inside) for location in spec.submodule_search_locations or ()]
+    files = [path for folder in folders for path in (folder.with_name(f"{folder.name}.py"), folder / "__init__.py")]
+    return next(filter(Path.is_file, files), None)
 
 
 def _triton_runs(work: Workload) -> tuple[bool, str]:
@@ -194,6 +208,23 @@ def _mixer_kernels(work: Workload) -> tuple[str, ...]:
     return (*gemm, *contexts, *generations)
 
 
+def _fla_prefill_runs(work: Workload) -> tuple[bool, str]:
+    if work.arch == CPU:
+        return False, "its chunk kernels tune themselves on a device"
+    if work.key_dim > 256:
+        return False, "its chunk kernels take K up to 256"
+    return _fla_runs(work)
+
+
+def _flash_kda_runs(work: Workload) -> tuple[bool, str]:
+    if work.arch == CPU or int(work.arch.removeprefix("sm")) < 90:
+        return False, f"its kernels run from sm90 on, not on {work.arch}"
+    from optimized.peers import flash_kda
+
+    runs, reason = flash_kda.supports(work.dtype, work.key_dim, work.value_dim, work.lower_bound)
+    return (runs, f"tokenspeed-flashkda {_version('tokenspeed-flashkda')}, {reason}") if runs else (False, reason)
+
+
 def _torch_runs(work: Workload) -> tuple[bool, str]:
     return True, "eager torch runs everywhere"
 
@@ -231,6 +262,34 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             ("kda_prefill_prepare_kernel", "kda_prefill_scan_kernel", "kda_prefill_norm_kernel"),
             _triton_runs,
             ("triton",),
+        ),
+        Implementation(
+            "kda.prefill",
+            "fla",
+            "optimized.peers.fla_prefill:prefill",
+            contracts.CHUNKED,
+            (
+                "causal_conv1d_fwd_kernel",
+                "kda_gate_chunk_cumsum_vector_kernel",
+                "chunk_kda_fwd_kernel_inter_solve_fused",
+                "recompute_w_u_fwd_kda_kernel",
+                "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+                "chunk_gla_fwd_kernel_o",
+                "layer_norm_gated_fwd_kernel",
+            ),
+            _fla_prefill_runs,
+            ("fla-core", "triton"),
+            capturable=False,  # live slots are counted on the host
+        ),
+        Implementation(
+            "kda.prefill",
+            "flash_kda",
+            "optimized.peers.flash_kda:prefill",
+            contracts.CHUNKED,
+            ("causal_conv1d_fwd_kernel", "layer_norm_gated_fwd_kernel"),
+            _flash_kda_runs,
+            ("tokenspeed-flashkda", "fla-core", "triton"),
+            capturable=False,
         ),
         Implementation(
             "kda.prefill",

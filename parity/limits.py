@@ -16,7 +16,7 @@ class Limit:
 
 # Where nothing rounds inside, faults score 30 and more on either.
 FP32_BOUNDARY = Limit(8.0, 24.0, "healthy FP32 boundaries score 1 to 4, their worst head 10")
-ROUNDED_BOUNDARY = Limit(2.0, 6.0, "healthy 16-bit boundaries score under 0.2 beyond half an ulp, at most 1 where a near tie flipped")
+ROUNDED_BOUNDARY = Limit(2.0, 6.0, "healthy 16-bit boundaries score under 0.2 beyond half an ulp, those of flipped near ties taken out")
 
 # A reference that happens to be exact leaves no floor to divide by: a quarter of FP32's unit roundoff, below one rounding.
 LEAST_FLOOR = 2.0**-26

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parity import limits, metrics, settle, ties
-from parity.case import Call, Case
+from parity.case import Call, Case, Pools
 from parity.metrics import Moments
 from parity.oracle import Judged, Oracle, Prediction, Stored, spread
 from parity.tokens import Tokens
@@ -79,15 +79,14 @@ class MixerOracle(Oracle):
         gold, floor, own, cell = self._decoded(tokens, state, window, stored, raw, noise)
         return Judged(gold, exactly, floor, held, grafted(own, rounding(self.roundings)), cell)
 
-    def allow(self, call: Call, cells: Sequence[Tokens], stored: torch.dtype, output: Moments, state: Moments) -> None:
+    def allow(self, call: Call, cells: Sequence[Tokens], pools: Pools, state: Moments) -> None:
         """Near ties inside the cell, for the activations that decode steps were settled on."""
         if not cells:
             return
         x = {name: torch.cat([part.x[name][:, 0] for part in cells]) for name in cells[0].x}
-        none = Moments(**{name: torch.zeros_like(state.error) for name in vars(state)})
-        core = call.out.new_zeros(*state.error.shape, 1)
-        cell = replace(call, inputs=replace(call.inputs, tokens=Tokens.single(x)), out=core)
-        ties.allow(self.cell, cell, stored, none, state)
+        nothing = Moments(**{name: torch.zeros_like(state.error) for name in vars(state)})  # a cell's output is nobody's
+        core = call.out.new_zeros(*state.error.shape, self.case.kda.value_dim)
+        ties.allow(self.cell, replace(call, inputs=replace(call.inputs, tokens=Tokens.single(x)), out=core), pools, nothing, state)
 
     def mistaken(self) -> Iterator[tuple[str, str, KdaWeights]]:
         """Point, cause and weights of a layer that was put together wrong."""

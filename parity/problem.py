@@ -130,7 +130,7 @@ class Problem:
         kda = self.shape.kda
         return registry.Workload(
             self.op, arch.of_device(self.device), self.activation, self.pool, self.heads, self.batch, kda.key_dim, kda.value_dim,
-            self.shape.hidden, self.prefilled, self.rows, self.drafts,
+            kda.lower_bound, self.shape.hidden, self.prefilled, self.rows, self.drafts,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -138,8 +138,8 @@ class Problem:
         return f"{self.op}:{settings}"
 
 
-def parse(case: str) -> Problem:
-    """The problem that `str(problem)` spells: `op:key=value,...`; keys left out take their defaults."""
+def parse(case: str, device: str = "cpu") -> Problem:
+    """The problem that `str(problem)` spells: `op:key=value,...`; keys left out take their defaults, the device the one given."""
     op, _, settings = case.partition(":")
     problem_fields = {_option(f.name): f for f in fields(Problem)[1:]}
     values: dict[str, int | str] = {}
@@ -150,15 +150,16 @@ def parse(case: str) -> Problem:
         field = problem_fields[key]
         if field.name in values:
             raise ValueError(f"case: {key} stands twice in {case!r}")
-        values[field.name] = _integer(key, value) if field.type is int else value
-    return Problem(op, **values)  # type: ignore[arg-type]
+        values[field.name] = whole_number(f"case: {key}", value) if field.type is int else value
+    return Problem(op, **{"device": device, **values})  # type: ignore[arg-type]
 
 
-def _integer(key: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"case: {key} takes a whole number, got {value!r}") from None
+def whole_number(name: str, value: object) -> int:
+    """The integer that `value` is or that its decimal digits spell; ValueError for anything else."""
+    digits = str(value).strip().removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()):
+        raise ValueError(f"{name}: expected a whole number, got {value!r}")
+    return int(str(value))
 
 
 def _option(name: str) -> str:

@@ -12,7 +12,7 @@ from optimized import registry
 from optimized.registry import Implementation
 from parity import gate, record
 from parity.phases import PHASES, Phase
-from parity.problem import Problem, parse
+from parity.problem import Problem, parse, whole_number
 from parity.record import Record, Row, Verdict
 from parity.regimes import DEFAULT_REGIMES
 
@@ -89,12 +89,8 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _integer(name: str, value: Any) -> int:
-    try:
-        if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
-            raise ValueError
-        return int(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name.replace('_', '-')}: expected a whole number, got {value!r}") from None
+    whole = isinstance(value, float) and value.is_integer()
+    return whole_number(name.replace("_", "-"), int(value) if whole else value)
 
 
 @dataclass(frozen=True)
@@ -122,9 +118,9 @@ def tasks(options: Options) -> list[Task]:
 
 
 def problems(options: Options) -> list[Problem]:
-    """The problems that options name: cases as they are, operators times the lists."""
+    """The problems that options name, each once: cases as they are, operators times the lists."""
     ops = options.op or registry.operators()
-    return [problem for op in ops for problem in ([parse(op)] if ":" in op else _product(op, options))]
+    return list(dict.fromkeys(problem for op in ops for problem in ([parse(op, options.device)] if ":" in op else _product(op, options))))
 
 
 def _product(op: str, options: Options) -> Iterator[Problem]:

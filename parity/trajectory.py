@@ -163,9 +163,9 @@ def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) 
     drift = _drift(call.number, sums)
     step = Step(call, metrics.joined(outputs), metrics.joined(states), torch.cat(windows), ulps.cpu(), drift)
     if isinstance(oracle, MixerOracle):
-        oracle.allow(call, cells, pools.state.dtype, step.output, step.state)
+        oracle.allow(call, cells, pools, step.state)
     else:
-        ties.allow(oracle, call, pools.state.dtype, step.output, step.state)
+        ties.allow(oracle, call, pools, step.output, step.state)
     return step
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from reference import validate
-from reference.points import ACTIVATION, Contract
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its greetings: no GPU, and a flash-attn that KDA doesn't use
@@ -23,12 +22,6 @@ with warnings.catch_warnings():
     from fla.ops.common.gate import fused_beta_sigmoid
     from fla.ops.kda.chunk_fwd import chunk_kda_fwd
 
-CONTRACT = Contract(
-    rounds=dict.fromkeys(
-        ("conv", "q", "k", "q_in", "k_in", "k_out", "akk", "aqk", "inv", "w", "u", "s_in", "dl", "core"), ACTIVATION
-    ),
-    accumulate="mma_bf16",
-)  # fmt: skip
 CHUNK = 64
 SAFE_BOUND = -5.0  # from here up to 0 its diagonal blocks are matrix products
 
@@ -153,15 +146,31 @@ def prefill(
     )  # fmt: skip
 
 
-def prepared(core: Core = chunk_core, **given: Any) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """The peer's launches alone, for timing: rows gathered and inputs contiguous beforehand. No padding; nothing is stored back."""
+def _prepared(
+    given: dict[str, Any], ends: Tensor
+) -> tuple[validate.KdaSizes, dict[str, Any], Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Sizes, what is left of the arguments, states, caches, and contiguous f, beta and gate."""
     arguments = {"fresh": None, "norm_eps": 1e-5, **given}
     sizes = validate.kda_prefill(**arguments)
     pools = (arguments.pop(name) for name in ("state", "window", "slots", "fresh"))
     _, states, caches = _rows(sizes, *pools)
-    q, k, v, f, beta, gate = (arguments.pop(name) for name in ("q", "k", "v", "f", "beta", "gate"))
-    arguments["cu_seqlens"] = arguments["cu_seqlens"].long()
-    qkv = torch.cat([q, k, v], dim=1)
-    return functools.partial(
-        torch.no_grad()(_chain), core, sizes, qkv, f.contiguous(), beta.contiguous(), gate.contiguous(), states, caches, **arguments
-    )
+    f, beta, gate = (arguments.pop(name).contiguous() for name in ("f", "beta", "gate"))
+    return sizes, arguments | {"cu_seqlens": ends}, states, caches, (f, beta, gate)
+
+
+def prepared(core: Core, ends: Tensor, **given: Any) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """The peer's launches alone, for timing: rows gathered and inputs contiguous beforehand. No padding; nothing is stored back.
+
+    ends: cu_seqlens as int64, one tensor for all layers: FLA keeps what it derives of it on the host by identity.
+    """
+    sizes, arguments, states, caches, (f, beta, gate) = _prepared(given, ends)
+    qkv = torch.cat([arguments.pop(name) for name in "qkv"], dim=1)
+    return functools.partial(torch.no_grad()(_chain), core, sizes, qkv, f, beta, gate, states, caches, **arguments)
+
+
+def prepared_core(core: Core, ends: Tensor, **given: Any) -> Callable[[], tuple[Tensor, Tensor]]:
+    """As `prepared`, without convolution and norm."""
+    sizes, arguments, states, _, (f, beta, _) = _prepared(given, ends)
+    q, k, v = (arguments[name].unflatten(1, (sizes.heads, -1)).contiguous()[None] for name in "qkv")
+    given = {name: arguments[name] for name in ("a_log", "dt_bias", "lower_bound", "cu_seqlens")}
+    return functools.partial(torch.no_grad()(core), q, k, v, f[None].unflatten(2, (sizes.heads, -1)), beta[None], states, **given)
