@@ -79,7 +79,7 @@ UP_TO_24_HEADS = 48_000_000  # of GLM-5.3-Flash
 PLANS = (
     PlanRule(
         (CPU,), HALF, 16, None,
-        MixerPlan(True, GemmTile(256, 16, 128, 1, 4, 1), None, GemmTile(256, 16, 128, 1, 4, 1), GemmTile(256, 16, 64, 2, 4, 1)),
+        MixerPlan(True, GemmTile(512, 16, 512, 1, 4, 1), None, GemmTile(512, 16, 128, 1, 4, 1), GemmTile(1024, 16, 128, 2, 4, 1)),
         "fewest interpreted operations, with K split once",
     ),
     PlanRule(

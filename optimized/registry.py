@@ -13,38 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from optimized import contracts, gemm_tiles, interpreter
-from optimized.arch import CPU
+from optimized import contracts, supports
+from optimized.supports import Workload, version
 from reference.points import Contract
 
 ENTRY_POINTS = "glm_workbench.implementations"
 OURS = Path(__file__).resolve().parents[1]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What an implementation is asked to run, and where: `arch` is `sm90`, ... or `cpu`."""
-
-    op: str
-    arch: str
-    dtype: torch.dtype
-    state_dtype: torch.dtype
-    heads: int
-    batch: int
-    key_dim: int
-    value_dim: int
-    lower_bound: float | None = None  # of the gate; None: softplus
-    hidden: int = 0  # of a mixer
-    contexts: int = 0  # sequences of a mixer that are prefilled, before the others
-    rows: int = 0  # of the activations
-    drafts: int = 0  # of a verify
-
-    @property
-    def projected(self) -> int:
-        """Elements of a mixer's [q|k|v|f_a|g_a|b], whose gates have a rank of K."""
-        return self.hidden * (self.heads * (2 * self.key_dim + self.value_dim + 1) + 2 * self.key_dim)
 
 
 Supports = Callable[[Workload], tuple[bool, str]]
@@ -95,7 +69,7 @@ class Implementation:
             digest.update(self.function.__code__.co_code)
         digest.update(repr((self.target, self.contract)).encode())
         for package in self.packages:
-            known = versions[package] if versions and package in versions else _version(package)
+            known = versions[package] if versions and package in versions else version(package)
             digest.update(f"{package}={(known or 'None').partition('+')[0]}".encode())  # 2.11.0+cu130 is 2.11.0
         return digest.hexdigest()[:16]
 
@@ -112,13 +86,6 @@ class Prepared:
         if self.given is not weights:
             self.given, self.ready = weights, self.prepare(weights)
         return self.function(hidden, self.ready, **arguments)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _resolve(target: str) -> Callable[..., Any]:
@@ -171,69 +138,17 @@ def _file(module_name: str) -> Path | None:
     return next(filter(Path.is_file, files), None)
 
 
-def _triton_runs(work: Workload) -> tuple[bool, str]:
-    if importlib.util.find_spec("triton") is None:
-        return False, "triton is not installed"
-    if work.dtype not in (torch.bfloat16, torch.float16, torch.float32) or work.state_dtype not in (torch.float32, torch.bfloat16):
-        return False, "takes bf16, fp16 or fp32 activations over an fp32 or bf16 state"
-    if work.arch == CPU:
-        if not interpreter.active():
-            return False, "on a CPU it runs in Triton's interpreter only: set TRITON_INTERPRET=1 before Triton is imported"
-        reason = interpreter.unsupported(_version("triton") or "0")
-        return (False, reason) if reason else (True, "Triton's interpreter")
-    return True, f"compiled for {work.arch}"
-
-
-def _fla_runs(work: Workload) -> tuple[bool, str]:
-    if importlib.util.find_spec("fla") is None:
-        return False, "fla-core is not installed: pip install fla-core"
-    if work.value_dim > 512:
-        return False, "its gated norm launches another kernel above 512 values a head"
-    runs, reason = _triton_runs(work)
-    return runs, f"fla-core {_version('fla-core')}, {reason}" if runs else reason
-
-
-def _fla_mixes(work: Workload) -> tuple[bool, str]:
-    if work.contexts:
-        return False, "its baseline decodes only: no contexts"
-    return (False, "its baseline decodes only: no drafts") if work.drafts else _fla_runs(work)
-
-
-def _mixer_kernels(work: Workload) -> tuple[str, ...]:
-    """Of our mixer: the cells of its phases, and the GEMM where the plan has a tile for it."""
-    plan = gemm_tiles.plan(work.arch, work.dtype, work.rows, work.projected)
-    gemm = ("linear_kernel",) if any((plan.wide, plan.low, plan.gates, plan.out)) else ()
-    contexts = ("kda_prefill_prepare_kernel", "kda_prefill_scan_kernel", "kda_prefill_norm_kernel") if work.contexts else ()
-    generations = ("kda_verify_kernel" if work.drafts else "kda_decode_kernel",) if work.batch > work.contexts else ()
-    return (*gemm, *contexts, *generations)
-
-
-def _fla_prefill_runs(work: Workload) -> tuple[bool, str]:
-    if work.arch == CPU:
-        return False, "its chunk kernels tune themselves on a device"
-    if work.key_dim > 256:
-        return False, "its chunk kernels take K up to 256"
-    return _fla_runs(work)
-
-
-def _flash_kda_runs(work: Workload) -> tuple[bool, str]:
-    if work.arch == CPU or int(work.arch.removeprefix("sm")) < 90:
-        return False, f"its kernels run from sm90 on, not on {work.arch}"
-    from optimized.peers import flash_kda
-
-    runs, reason = flash_kda.supports(work.dtype, work.key_dim, work.value_dim, work.lower_bound)
-    return (runs, f"tokenspeed-flashkda {_version('tokenspeed-flashkda')}, {reason}") if runs else (False, reason)
-
-
-def _torch_runs(work: Workload) -> tuple[bool, str]:
-    return True, "eager torch runs everywhere"
-
-
 REGISTRY: dict[tuple[str, str], Implementation] = {
     (entry.op, entry.name): entry
     for entry in (
         Implementation(
-            "kda.decode", "triton", "optimized.kda_decode:decode", contracts.EXACT, ("kda_decode_kernel",), _triton_runs, ("triton",)
+            "kda.decode",
+            "triton",
+            "optimized.kda_decode:decode",
+            contracts.EXACT,
+            ("kda_decode_kernel",),
+            supports.triton_runs,
+            ("triton",),
         ),
         Implementation(
             "kda.decode",
@@ -241,7 +156,7 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "optimized.peers.fla:decode",
             contracts.STAGED,
             ("causal_conv1d_update_kernel", "fused_recurrent_kda_fwd_kernel", "layer_norm_gated_fwd_kernel"),
-            _fla_runs,
+            supports.fla_runs,
             ("fla-core", "triton"),
         ),
         Implementation(
@@ -250,7 +165,7 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "optimized.peers.eager:decode",
             contracts.STAGED,
             ("aten::bmm", "aten::baddbmm_", "aten::silu"),
-            _torch_runs,
+            supports.torch_runs,
             ("torch",),
             capturable=False,  # the rows of padding are selected on the host
         ),
@@ -260,7 +175,7 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "optimized.kda_prefill:prefill",
             contracts.PREFILL,
             ("kda_prefill_prepare_kernel", "kda_prefill_scan_kernel", "kda_prefill_norm_kernel"),
-            _triton_runs,
+            supports.triton_runs,
             ("triton",),
         ),
         Implementation(
@@ -277,7 +192,7 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
                 "chunk_gla_fwd_kernel_o",
                 "layer_norm_gated_fwd_kernel",
             ),
-            _fla_prefill_runs,
+            supports.fla_prefill_runs,
             ("fla-core", "triton"),
             capturable=False,  # live slots are counted on the host
         ),
@@ -287,7 +202,7 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "optimized.peers.flash_kda:prefill",
             contracts.CHUNKED,
             ("causal_conv1d_fwd_kernel", "layer_norm_gated_fwd_kernel"),
-            _flash_kda_runs,
+            supports.flash_kda_runs,
             ("tokenspeed-flashkda", "fla-core", "triton"),
             capturable=False,
         ),
@@ -297,12 +212,18 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "optimized.peers.eager_prefill:prefill",
             contracts.STAGED,
             ("aten::bmm", "aten::baddbmm_", "aten::silu"),
-            _torch_runs,
+            supports.torch_runs,
             ("torch",),
             capturable=False,
         ),
         Implementation(
-            "kda.verify", "triton", "optimized.kda_verify:verify", contracts.EXACT, ("kda_verify_kernel",), _triton_runs, ("triton",)
+            "kda.verify",
+            "triton",
+            "optimized.kda_verify:verify",
+            contracts.EXACT,
+            ("kda_verify_kernel",),
+            supports.triton_runs,
+            ("triton",),
         ),
         Implementation(
             "kda.verify",
@@ -310,7 +231,7 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "optimized.peers.eager_verify:verify",
             contracts.STAGED,
             ("aten::bmm", "aten::baddbmm_", "aten::silu"),
-            _torch_runs,
+            supports.torch_runs,
             ("torch",),
             capturable=False,
         ),
@@ -320,11 +241,11 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "optimized.kda_mixer:mixer",
             contracts.MIXER,
             (),
-            _triton_runs,
+            supports.triton_runs,
             ("triton",),
             prepare="optimized.kda_fused:fuse",
             contexts=contracts.MIXER_PREFILL,
-            also=_mixer_kernels,
+            also=supports.mixer_kernels,
         ),
         Implementation(
             "kda.mixer",
@@ -332,7 +253,7 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "optimized.peers.fla_mixer:mixer",
             contracts.MIXER_STAGED,
             ("causal_conv1d_update_kernel", "fused_recurrent_kda_fwd_kernel", "layer_norm_gated_fwd_kernel"),
-            _fla_mixes,
+            supports.fla_mixes,
             ("fla-core", "triton"),
         ),
         Implementation(
@@ -341,7 +262,7 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "optimized.peers.eager_mixer:mixer",
             contracts.MIXER_STAGED,
             ("aten::mm", "aten::bmm", "aten::baddbmm_", "aten::silu"),
-            _torch_runs,
+            supports.torch_runs,
             ("torch",),
             capturable=False,
         ),

@@ -11,20 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimized import registry
+from optimized import gemm_tiles, registry
+from optimized.gemm_tiles import MixerPlan
 from optimized.prefill_tiles import PrefillTile
-from optimized.tiles import Tile
+from optimized.tiles import PDL, Tile
 from parity.case import Case
 from parity.problem import Problem
 from parity.race import Contender
 from reference import kda_offsets, validate
+from reference.batch import Batch
+from reference.kda_weights import KdaWeights
 
 ROTATED_BYTES = 480 << 20  # eight times an L2 of 60 MB
 MOST_LAYERS = 128
 PATIENCE = 1024  # tokens that a loop over tokens is waited for
 
 Arguments = dict[str, Any]  # of one layer: weights, pools, activations
-AnyTile = Tile | PrefillTile
+AnyTile = Tile | PrefillTile | MixerPlan
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,39 @@ def _verify_bytes(problem: Problem) -> int:
 def _verify_flops(problem: Problem) -> int:
     """8 for each new token, and 6 for each replayed one, which is not read out."""
     return (8 * (1 + problem.drafts) + 6 * problem.drafts) * _state(problem)
+
+
+def _projections(problem: Problem) -> int:
+    """Elements of a mixer's linear weights, whose gates have a rank of K."""
+    kda = problem.shape.kda
+    key, value = problem.heads * kda.key_dim, problem.heads * kda.value_dim
+    return problem.workload().projected + kda.key_dim * (key + value) + value * problem.shape.hidden
+
+
+def _mixer_bytes(problem: Problem) -> int:
+    """A decode cell's pools and small weights, the linear weights, and the hidden states in and out."""
+    moved = _projections(problem) + 2 * problem.rows * problem.shape.hidden
+    return cell_bytes(problem, read=0, written=0) + moved * problem.activation.itemsize
+
+
+def _mixer_flops(problem: Problem) -> int:
+    return 2 * problem.rows * _projections(problem) + _decode_flops(problem)
+
+
+def mixer_layers(problem: Problem) -> list[Arguments]:
+    """Weights, pools and hidden states of each layer, all its own."""
+    case = Case(problem)
+    layers = []
+    for step in range(1, 1 + layer_count(problem)):
+        weights = KdaWeights(**{name: x.clone() for name, x in vars(case.layer).items()})
+        pools = case.pools().arguments()
+        batch = Batch(pools.pop("slots"))
+        layers.append({"weights": weights, **case.settings, **case.inputs(step).tensors, **pools, "batch": batch})
+    return layers
+
+
+def _mixer_unfit(problem: Problem, name: str) -> str:
+    return "only decode is timed" if problem.tokens or problem.drafts else ""
 
 
 def layer_count(problem: Problem) -> int:
@@ -217,6 +253,12 @@ def _verify_tiled(tile: Tile, layer: Arguments) -> Callable[[], Any]:
     return partial(kda_verify.launch, tile, validate.kda_verify(fresh=None, **layer), **layer)
 
 
+def _mixer_tiled(plan: MixerPlan, layer: Arguments) -> Callable[[], Any]:
+    from optimized import kda_fused, kda_mixer
+
+    return partial(kda_mixer.run, plan, **layer | {"weights": kda_fused.fuse(layer["weights"])})
+
+
 _SHAPES = {"heads": (64, 16), "batch": (1, 16, 64, 256), "regime": ("random",)}
 OPERATORS = {
     "kda.decode": Timed(
@@ -243,5 +285,10 @@ OPERATORS = {
         _verify_bytes, _verify_flops, _verify_layers, ("read_modify_write",),
         tuple(Tile(128, warps, 1, chunk) for warps in (2, 4, 8) for chunk in (32, 64, 128)),
         _verify_tiled, _SHAPES | {"drafts": (3,)}, _verify_beside,
+    ),
+    "kda.mixer": Timed(
+        _mixer_bytes, _mixer_flops, mixer_layers, ("copy", "matmul"),
+        tuple(dict.fromkeys(rule.plan for rule in gemm_tiles.PLANS if PDL[0] in rule.archs)),
+        _mixer_tiled, _SHAPES, unfit=_mixer_unfit,
     ),
 }  # fmt: skip

@@ -4,10 +4,11 @@ Triton kernels by launch hook, or by the interpreter's counter; other device ker
 operators by a dispatch mode. Entering the reference's own code is seen by a profile hook.
 """
 
+import importlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -41,6 +42,9 @@ def observe(impl: Implementation, call: Callable[[], torch.Tensor], inputs: list
     """Run `call` once under observation. Not proved: a declared kernel was not seen, nothing was seen, or it ran the reference."""
     kernels: Counter[str] = Counter()
     aten: Counter[str] = Counter()
+    if any(not name.startswith(ATEN) for name in impl.kernels):  # an implementation may import its kernels at its first call
+        with suppress(ImportError):
+            importlib.import_module("triton")
     with triton_launches(kernels), _aten_operators(aten), _reference_entries() as entered:
         out = call()
     hooked = frozenset(kernels) & set(impl.kernels)

@@ -238,3 +238,28 @@ def test_what_a_graph_refuses_is_timed_without_one_and_says_so() -> None:
     race.race([host, after], "cuda")
     assert host.times and host.note.startswith("without a graph, which it refuses: ")
     assert after.times and not after.note
+
+
+def test_a_mixer_moves_its_weights_once_its_pools_twice_and_its_hidden_states() -> None:
+    problem = Problem("kda.mixer", heads=64, batch=16)
+    wide, gates, out = 4096 * (3 * 8192 + 64 + 2 * 128), 2 * 8192 * 128, 8192 * 4096
+    pools = 16 * (2 * 64 * 128 * 128 * 4 + 2 * 3 * 24576 * 2)
+    small = 24576 * 4 * 2 + (64 + 8192) * 4 + 128 * 2
+    timed = OPERATORS["kda.mixer"]
+    assert timed.moved(problem) == (wide + gates + out) * 2 + pools + small + 2 * 16 * 4096 * 2
+    assert timed.flops(problem) == 2 * 16 * (wide + gates + out) + 8 * 16 * 64 * 128 * 128
+
+
+def test_layers_of_a_mixer_share_no_memory_and_every_contender_runs_one() -> None:
+    pytest.importorskip("triton")
+    problem = Problem("kda.mixer", "tiny", heads=1, batch=2)
+    first, second, *_ = OPERATORS["kda.mixer"].layers(problem)
+    assert (
+        first["weights"].q_proj.data_ptr() != second["weights"].q_proj.data_ptr()
+        and first["state"].data_ptr() != second["state"].data_ptr()
+    )
+    calls = [contender for contender in bench.implementations(problem, [first, second]) if contender.calls]
+    assert {"triton", "torch"} <= {contender.name for contender in calls}
+    plan = OPERATORS["kda.mixer"].tiles[-1]
+    for call in [contender.calls[0] for contender in calls if contender.name != "fla"] + [OPERATORS["kda.mixer"].tiled(plan, second)]:
+        assert call().shape == (2, 64)
