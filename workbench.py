@@ -61,6 +61,7 @@ def sweep(
     reference: Annotated[str | None, typer.Option(help="Drift against this implementation instead of the FP32 reference.")] = None,
     seed: Annotated[str | None, typer.Option(help="Instead of the one derived from the case. Comma separated.")] = None,
     device: Device = None,
+    preset: Annotated[str | None, typer.Option(help="source: the cases of the source PRs, instead of operators and lists.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of these options; the command line wins.")] = None,
     out: Out = None,
     resume: Annotated[Path | None, typer.Option(help="Keep rows of this record whose inputs, contract and sources are unchanged.")] = None,
@@ -72,7 +73,7 @@ def sweep(
     """Parity over operators x heads x batch x dtype x state dtype x regime x implementation."""
     given = dict(
         op=op or None, model=model, heads=heads, batch=batch, drafts=drafts, tokens=tokens, dtype=dtype, state_dtype=state_dtype,
-        regime=regime, steps=steps, impl=impl, reference=reference, seed=seed, device=device,
+        regime=regime, steps=steps, impl=impl, reference=reference, seed=seed, device=device, preset=preset,
     )  # fmt: skip
     options = _options(config, given)
     from parity import catalog, record, render, sweep

@@ -142,6 +142,8 @@ class Case:
         for slot in slots.tolist():  # a row at a time: a large pool needs no second copy
             state_rows.rows[slot] = (self._normal(row, generator) * self.regime.state).flatten().to(problem.pool)
             window_rows.rows[slot] = self._normal((3 * self.channels,), generator).to(problem.activation)
+        if problem.fresh:
+            state_rows.rows[slots.long()], window_rows.rows[slots.long()] = 0, 0
         state = state_rows.rows.unflatten(1, row)
         caches = self._caches(count)
         replay = Replay(**{name: part.rows.unflatten(1, (problem.drafts, -1)) for name, part in caches.items()}) if caches else None

@@ -89,7 +89,8 @@ def _slot_permutation(bench: Bench) -> bool | None:
 
     Those treat what doesn't fill a vector at the end of a tensor with other instructions.
     """
-    if bench.case.problem.batch < 2:
+    problem = bench.case.problem
+    if problem.batch < 2 or 0 < problem.prefilled < problem.batch:  # contexts come first
         return None
     rows = bench.inputs.tokens.reversed_rows()
     x = {name: value[rows] for name, value in bench.inputs.activations.items()}

@@ -215,9 +215,60 @@ class MixerOracle(Oracle):
         return torch.tensor(held, dtype=torch.bool, device=after.device)
 
 
+class MixedOracle(MixerOracle):
+    """Gold of a batch: contexts under a contract of their own, then generations, whose it is in all else."""
+
+    def __init__(self, case: Case, contract: Contract | None, contexts: Contract | None) -> None:
+        super().__init__(case, contract)
+        self.contexts = MixerOracle(case, contexts)
+
+    def judged(self, tokens: Tokens, state: Tensor, window: Tensor, stored: Stored) -> Judged:
+        """Of contexts and of generations, one after the other."""
+        rows, found = tokens.offsets, []
+        for part, contexts in self._parts(tokens):
+            own = slice(rows[part.start], rows[part.stop])
+            judge = self.contexts.judged if contexts else super().judged
+            left = Stored(stored.out[own], stored.state[part], stored.window[part])
+            found.append(judge(_trimmed(tokens[part]), state[part], window[part], left))
+        golds, exacts, floors = ([getattr(one, name) for one in found] for name in ("gold", "exact", "floor"))
+        held = torch.cat([one.window_held for one in found])
+        return Judged(_joined(golds), _joined(exacts), _joined(floors), held, found[-1].at)
+
+    @full_precision
+    def predict(self, tokens: Tokens, state: Tensor, window: Tensor, dtype: torch.dtype, at: Any = exact, **changed: Any) -> Prediction:
+        """One step; `at` for all rows, contexts in the form of their own contract."""
+        made = []
+        for part, contexts in self._parts(tokens):
+            predict = self.contexts.predict if contexts else super().predict
+            made.append(predict(_trimmed(tokens[part]), state[part], window[part], dtype, at, **changed))
+        return _joined(made)
+
+    def _parts(self, tokens: Tokens) -> list[tuple[slice, bool]]:
+        """Ranges of sequences that are contexts, or not, without empty ones."""
+        count, all_of_them = sum(tokens.contexts), len(tokens.length)
+        parts = ((slice(0, count), True), (slice(count, all_of_them), False))
+        return [(part, contexts) for part, contexts in parts if part.stop > part.start]
+
+
 def oracle_of(case: Case, contract: Contract | None, contexts: Contract | None) -> Oracle:
-    """The oracle of a case's operator: of a cell, or of a mixer."""
-    return Oracle(case, contract) if case.layer is None else MixerOracle(case, contract)
+    """The oracle of a case's operator: of a cell, or of a mixer, whose contexts may have another contract."""
+    if case.layer is None:
+        return Oracle(case, contract)
+    problem = case.problem
+    if problem.prefilled in (0, problem.batch):
+        return MixerOracle(case, (contexts or contract) if problem.prefilled else contract)
+    return MixedOracle(case, contract, contexts or contract)
+
+
+def _trimmed(tokens: Tokens) -> Tokens:
+    """Without columns that none of its sequences has."""
+    longest = max(tokens.length)
+    return replace(tokens, x={name: value[:, :longest] for name, value in tokens.x.items()})
+
+
+def _joined(made: list[Prediction]) -> Prediction:
+    out, state, window = (torch.cat([getattr(one, name) for one in made]) for name in ("out", "state", "window"))
+    return Prediction(out, state, window)
 
 
 def _away(gold: Tensor, *sides: Tensor) -> Tensor:

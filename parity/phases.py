@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parity.tokens import Tokens
+from reference import kda_offsets
 from reference.batch import Batch
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ class Phase:
 
     make: from a step's activations [T, D], its further arguments and its tokens. mistaken: tokens that a faulty candidate may
     have run instead, by cause. steps: of a sweep on a CPU, where kernels are interpreted, and on a GPU. history: steps before
-    the first that the invariants look at, so that it has drafts to replay. mixed: drafts and tokens choose among the phases of
-    one operator. call: an implementation with the arguments of a step, by name.
+    the first that the invariants look at, so that it has drafts to replay. mixed: tokens make a prefill of an operator
+    that decodes without. call: an implementation with the arguments of a step, by name.
     """
 
     make: Callable[["Case", int, dict[str, Tensor]], Made]
@@ -38,7 +39,7 @@ class Phase:
     varlen: bool = False
     history: int = 0
     mixed: bool = False
-    call: Callable[[Callable[..., Any], dict[str, Any]], Any] = lambda call, x: call(x.pop("q"), x.pop("k"), **x)
+    call: Callable[["Case", Callable[..., Any], dict[str, Any]], Any] = lambda case, call, x: call(x.pop("q"), x.pop("k"), **x)
 
 
 def _decode(case: "Case", step: int, x: dict[str, Tensor]) -> Made:
@@ -119,7 +120,13 @@ def _mixer(case: "Case", step: int, x: dict[str, Tensor]) -> Made:
     return {"cu_seqlens": _ends(lengths, case)}, tokens
 
 
-def _call_mixer(call: Callable[..., Any], x: dict[str, Any]) -> Any:
+def _call_verify(case: "Case", call: Callable[..., Any], x: dict[str, Any]) -> Any:
+    if case.problem.offsets == "model":
+        x["offsets"] = kda_offsets.offsets(x["accepted"], case.problem.drafts)
+    return call(x.pop("q"), x.pop("k"), **x)
+
+
+def _call_mixer(case: "Case", call: Callable[..., Any], x: dict[str, Any]) -> Any:
     batch = Batch(x.pop("slots"), x.pop("cu_seqlens", None), x.pop("fresh", None))
     return call(x.pop("hidden"), x.pop("weights"), batch=batch, **x)
 
@@ -150,7 +157,7 @@ def accepted_counts(case: "Case", step: int) -> Tensor:
 
 PHASES = {
     "kda.decode": Phase(_decode),
-    "kda.verify": Phase(_verify, _miscounted, (4, 16), drafted=True, history=1),
+    "kda.verify": Phase(_verify, _miscounted, (4, 16), drafted=True, history=1, call=_call_verify),
     "kda.prefill": Phase(_prefill, steps=(1, 4), varlen=True),
-    "kda.mixer": Phase(_mixer, steps=(4, 64), drafted=True, varlen=True, mixed=True, call=_call_mixer),
+    "kda.mixer": Phase(_mixer, steps=(4, 64), varlen=True, mixed=True, call=_call_mixer),
 }

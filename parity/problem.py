@@ -16,12 +16,15 @@ TOKENS = 70  # of a prefill: a chunk of 64 and some
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+OPTIONAL = ("drafts", "tokens", "contexts", "fresh", "offsets")  # shown where they say something
+OFFSETS = ("layer", "model")
 RANGES = {
     "heads": (1, 4096),
     "batch": (0, 1 << 20),
     "drafts": (0, 7),
     "tokens": (0, 1 << 24),
     "contexts": (0, 1 << 20),
+    "fresh": (0, 1),
     "steps": (0, 1 << 20),
     "seed": (-1, (1 << 31) - 1),
 }
@@ -41,10 +44,10 @@ def check_device(device: str) -> None:
 @dataclass(frozen=True)
 class Problem:
     """One row of a sweep. heads: on this rank. batch: sequences. drafts: S of a verify. tokens: of a prefill's step, in all
-    its sequences. contexts: of a mixer with tokens, how many sequences these are; the others are generations. seed -1: derived
-    from everything else.
+    its sequences. contexts: of a mixer with tokens, how many sequences these are; the others are generations. fresh 1:
+    pools start as zeros. offsets: of a verify, computed by the layer or once for the model. seed -1: derived from everything else.
 
-    A mixer decodes; with drafts it verifies, with tokens it prefills, and with contexts it does both in one batch.
+    A mixer decodes; with tokens it prefills, and with contexts it does both in one batch.
     """
 
     op: str
@@ -60,12 +63,14 @@ class Problem:
     drafts: int = 0
     tokens: int = 0
     contexts: int = 0
+    fresh: int = 0
+    offsets: str = "layer"
 
     def __post_init__(self) -> None:
         from parity.regimes import REGIMES
 
         preset(self.model)
-        for name, allowed in (("dtype", DTYPES), ("state_dtype", STATE_DTYPES), ("regime", REGIMES)):
+        for name, allowed in (("dtype", DTYPES), ("state_dtype", STATE_DTYPES), ("regime", REGIMES), ("offsets", OFFSETS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{_option(name)}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         for name, (least, most) in RANGES.items():
@@ -80,6 +85,8 @@ class Problem:
                 raise ValueError(f"{name}: {self.op} takes none, got {getattr(self, name)}")
             if not getattr(self, name) and taken and not phase.mixed:
                 object.__setattr__(self, name, otherwise)
+        if self.offsets != "layer" and not phase.drafted:
+            raise ValueError(f"offsets: {self.op} has none, got {self.offsets}; they are a verify's")
         self._check_contexts(phase.mixed)
         if self.seed < 0:
             object.__setattr__(self, "seed", self._derived_seed())
@@ -89,8 +96,6 @@ class Problem:
             raise ValueError(f"contexts: expected none without tokens of a mixer, got {self.contexts}; they share tokens=N")
         if self.contexts > self.batch:
             raise ValueError(f"contexts: expected at most the {self.batch} sequences of the batch, got {self.contexts}")
-        if mixed and self.tokens and self.drafts and self.prefilled == self.batch:
-            raise ValueError(f"drafts: expected none where every sequence is a context, got {self.drafts}; contexts=N leaves some out")
 
     def _derived_seed(self) -> int:
         """Stable over processes. The device and the count of steps are left out: a longer run starts with the same steps."""
@@ -99,7 +104,7 @@ class Problem:
 
     def _shown(self) -> list[Field[Any]]:
         """The fields that mean something to this operator."""
-        return [f for f in fields(self) if f.name not in ("drafts", "tokens", "contexts") or getattr(self, f.name)]
+        return [f for f in fields(self) if f.name not in OPTIONAL or getattr(self, f.name) != f.default]
 
     @property
     def rows(self) -> int:
@@ -130,7 +135,7 @@ class Problem:
         kda = self.shape.kda
         return registry.Workload(
             self.op, arch.of_device(self.device), self.activation, self.pool, self.heads, self.batch, kda.key_dim, kda.value_dim,
-            kda.lower_bound, self.shape.hidden, self.prefilled, self.rows, self.drafts,
+            kda.lower_bound, self.shape.hidden, self.prefilled, self.rows,
         )  # fmt: skip
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from optimized import registry
 from optimized.registry import Implementation
-from parity import gate, record
+from parity import gate, record, source
 from parity.phases import PHASES, Phase
 from parity.problem import Problem, parse, whole_number
 from parity.record import Record, Row, Verdict
@@ -35,11 +35,12 @@ class Options:
     reference: str = gate.REFERENCE
     seed: tuple[int, ...] = (-1,)
     device: str = "cpu"
+    preset: str = ""  # "source": the cases of the source PRs instead
 
 
 ON_GPU = replace(Options(), heads=(16, 64), batch=(1, 16))
 DRAFTS, TOKENS = (1, 3), (20, 1024)  # of a sweep on a CPU, where kernels are interpreted, and on a GPU
-LISTS = {field.name for field in fields(Options) if field.name not in ("steps", "reference", "device")}
+LISTS = {field.name for field in fields(Options) if field.name not in ("steps", "reference", "device", "preset")}
 NUMBERS = {"heads", "batch", "drafts", "tokens", "seed"}
 
 
@@ -47,6 +48,10 @@ def layered(device: str, config: Path | None, given: dict[str, Any]) -> Options:
     """Defaults < the configuration file < the command line. ValueError for a key or a value that is not an option's."""
     values = _from_file(config) if config is not None else {}
     values |= {name: value for name, value in given.items() if value is not None}
+    if values.get("preset", "source") not in ("", "source"):
+        raise ValueError(f"preset: expected source, got {values['preset']!r}; it names the cases of the source PRs")
+    if values.get("preset") and (fixed := sorted(set(values) - {"preset", "impl", "reference", "device"})):
+        raise ValueError(f"{fixed[0].replace('_', '-')}: --preset {values['preset']} fixes it already; leave one of the two out")
     cases = [op for op in _value("op", values.get("op", "op")) if ":" in op]
     fixed = sorted(set(values) - {"op", "impl", "reference", "device"})
     if cases and fixed:
@@ -119,6 +124,8 @@ def tasks(options: Options) -> list[Task]:
 
 def problems(options: Options) -> list[Problem]:
     """The problems that options name, each once: cases as they are, operators times the lists."""
+    if options.preset:
+        return source.problems(options.device)
     ops = options.op or registry.operators()
     return list(dict.fromkeys(problem for op in ops for problem in ([parse(op, options.device)] if ":" in op else _product(op, options))))
 
@@ -132,10 +139,10 @@ def _product(op: str, options: Options) -> Iterator[Problem]:
 
 
 def _runs(phase: Phase, options: Options) -> list[tuple[int, int]]:
-    """Drafts and tokens. An operator of several phases decodes, unless either is named: then a verify of each, a prefill of each."""
+    """Drafts and tokens. An operator of several phases decodes, unless tokens are named: then it prefills them."""
     gpu = options.device.startswith("cuda")
     if phase.mixed:
-        return [*((drafts, 0) for drafts in options.drafts), *((0, tokens) for tokens in options.tokens)] or [(0, 0)]
+        return [(0, tokens) for tokens in options.tokens] or [(0, 0)]
     drafts = (options.drafts or (DRAFTS[gpu],)) if phase.drafted else (0,)
     return list(itertools.product(drafts, (options.tokens or (TOKENS[gpu],)) if phase.varlen else (0,)))
 

@@ -115,7 +115,7 @@ def run(call: Operator, case: Case, pools: Pools, x: dict[str, Tensor], **change
     arguments = {**case.given, **case.settings, **x, **pools.arguments(), **changed}
     leading = next(iter(x.values()))
     try:
-        out = PHASES[case.problem.op].call(call, arguments)
+        out = PHASES[case.problem.op].call(case, call, arguments)
     except (Exception, SystemExit) as error:
         raise CandidateError(error) from error
     _check_output(out, leading.dtype, (leading.shape[0], math.prod(case.output)))
@@ -162,7 +162,7 @@ def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) 
         sums += _drift_sums(out, free_out, state, free_state, exact.state)
     drift = _drift(call.number, sums)
     step = Step(call, metrics.joined(outputs), metrics.joined(states), torch.cat(windows), ulps.cpu(), drift)
-    if isinstance(oracle, MixerOracle):
+    if isinstance(oracle, MixerOracle):  # of a mixed batch: nothing more
         oracle.allow(call, cells, pools, step.state)
     else:
         ties.allow(oracle, call, pools, step.output, step.state)

@@ -9,7 +9,8 @@ from optimized import registry
 from parity import gate
 from parity import record as records
 from parity.record import Record, Row, Verdict
-from parity.render.cells import dig, number, one_line
+from parity.render.cells import dig, number, one_line, share
+from parity.source import REPORTED
 
 _SEVERITY = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.VACUOUS, Verdict.PASS, Verdict.SKIPPED)
 _NAMED_OPERATORS = 3
@@ -49,6 +50,17 @@ def environment(record: Record) -> str:
 def paths(rows: list[Row]) -> list[str]:
     """What ran: one line for each implementation and set of kernels."""
     return _grouped(rows, _path)
+
+
+def from_zero(rows: list[Row]) -> list[str]:
+    """How far output and state are from the reference at some steps of a decode from zero, a line a row."""
+    lines = []
+    for row in rows:
+        drift = {entry["step"]: entry for entry in row.get("drift") or []}
+        steps = [step for step in REPORTED if step in drift] if "fresh=1" in row["case"] else []
+        told = ", ".join(f"{step}: {share(drift[step]['rel_l2'])} / {share(drift[step]['state_rel_l2'])}" for step in steps)
+        lines += [f"{one_line(row['impl'])} from zero, output / state drift at step {told}"] if told else []
+    return lines
 
 
 def stale(record: Record) -> list[str]:

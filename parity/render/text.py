@@ -26,6 +26,8 @@ def render(record: Record, *, width: int = 110, color: bool = False) -> str:
         _print(console, cells.parity(rows), width)
         for path in facts.paths(rows):
             _line(console, "", path)
+        for line in facts.from_zero(rows):
+            _line(console, "", line)
     for line in facts.stale(record):
         _line(console, "STALE", f" {line}")
     for reason_verdict, reason in facts.reasons(record):

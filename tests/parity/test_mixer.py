@@ -234,26 +234,46 @@ def test_an_absolute_limit_fails_a_row_that_every_step_passes(monkeypatch: pytes
     assert row["verdict"] == "FAIL" and row["reason"].startswith("output rel L2 drifts to 0.00")
 
 
-def test_drafts_verify_tokens_prefill_and_contexts_do_both() -> None:
-    cases = ("kda.mixer:batch=3", "kda.mixer:batch=3,drafts=2", "kda.mixer:batch=3,tokens=9")
-    assert [(p.rows, p.prefilled) for p in map(parse, cases)] == [
-        (3, 0), (9, 0), (9, 3),
-    ]  # fmt: skip
-    mixed = parse("kda.mixer:batch=5,tokens=9,contexts=2,drafts=1")
-    assert (mixed.rows, mixed.prefilled) == (9 + 3 * 2, 2) and parse(str(mixed)) == mixed
+def test_tokens_prefill_and_contexts_do_both() -> None:
+    cases = ("kda.mixer:batch=3", "kda.mixer:batch=3,tokens=9", "kda.mixer:batch=5,tokens=9,contexts=2")
+    assert [(p.rows, p.prefilled) for p in map(parse, cases)] == [(3, 0), (9, 3), (12, 2)]
+    assert parse(str(parse(cases[2]))) == parse(cases[2])
     for case, says in (
         ("kda.mixer:contexts=1", "contexts: expected none without tokens"),
         ("kda.decode:contexts=1", "contexts: expected none without tokens"),
         ("kda.mixer:batch=2,tokens=9,contexts=3", "contexts: expected at most the 2 sequences"),
-        ("kda.mixer:tokens=9,drafts=1", "drafts: expected none where every sequence is a context"),
+        ("kda.mixer:drafts=1", "drafts: kda.mixer takes none"),
     ):
         with pytest.raises(ValueError, match=says):
             parse(case)
 
 
-def test_a_sweep_decodes_unless_drafts_or_tokens_are_named() -> None:
-    def runs(**given: tuple[int, ...]) -> list[tuple[int, int]]:
+def test_a_sweep_decodes_unless_tokens_are_named() -> None:
+    def runs(**given: tuple[int, ...]) -> list[int]:
         options = sweep.Options(("kda.mixer",), regime=("slow",), state_dtype=("fp32",), impl=("torch",), **given)
-        return [(task.problem.drafts, task.problem.tokens) for task in sweep.tasks(options)]
+        return [task.problem.tokens for task in sweep.tasks(options)]
 
-    assert runs() == [(0, 0)] and runs(drafts=(1, 3), tokens=(9,)) == [(1, 0), (3, 0), (0, 9)]
+    assert runs() == [0] and runs(tokens=(9, 20)) == [9, 20]
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("runs", ["batch=3,tokens=20", "batch=4,tokens=20,contexts=2"], ids=["prefill", "mixed"])
+def test_contexts_pass_and_are_proved(runs: str, name: str) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    row = gate.judge(parse(f"kda.mixer:model=tiny,heads=1,{runs},steps=1"), registry.find("kda.mixer", name))
+    assert (row["verdict"], row["reason"]) == ("PASS", "")
+    kernels = {kernel["name"] for kernel in row["path"]["kernels"]}
+    assert name == "torch" or ("kda_prefill_scan_kernel" in kernels and ("kda_decode_kernel" in kernels) == ("contexts" in runs))
+
+
+@pytest.mark.parametrize("runs", ["batch=2,tokens=9", "batch=3,tokens=9,contexts=2"], ids=["prefill", "mixed"])
+@pytest.mark.parametrize("name", ["swapped_gates", "neighbours_bias", "neighbours_output"])
+def test_a_fault_of_contexts_fails(name: str, runs: str) -> None:
+    row = judged(mixers.FAULTS[name], parse(f"kda.mixer:model=tiny,{runs},steps=1"))
+    assert row["verdict"] == "FAIL" and row["first_divergence"]["step"] == 1
+
+
+def test_a_fault_of_generations_beside_contexts_is_held_to_the_limits_of_a_decode() -> None:
+    row = judged(mixers.beta_bf16, parse("kda.mixer:model=tiny,batch=3,tokens=9,contexts=1,steps=1"))
+    assert row["verdict"] == "FAIL" and row["first_divergence"]["sequence"] in (1, 2)
