@@ -19,6 +19,7 @@ from optimized.gemm_tiles import GemmTile, MixerPlan
 from optimized.kda_fused import FusedWeights
 from reference import validate, validate_mixer
 from reference.batch import Batch, Phase
+from reference.kda_replay import Replay
 
 CONTRACT, PREFILL_CONTRACT = contracts.MIXER, contracts.MIXER_PREFILL  # of generations, of contexts
 
@@ -30,6 +31,7 @@ def mixer(
     state: Tensor,
     window: Tensor,
     batch: Batch,
+    replay: Replay | None = None,
     lower_bound: float | None,
     norm_eps: float = 1e-5,
 ) -> Tensor:
@@ -41,14 +43,14 @@ def mixer(
     if not isinstance(weights, FusedWeights):
         raise TypeError(f"weights: expected a kda_fused.FusedWeights, got {type(weights).__name__}; call kda_fused.fuse once, at load")
     validate_mixer.call(
-        hidden, weights.sizes, state=state, window=window, batch=batch, lower_bound=lower_bound, norm_eps=norm_eps
+        hidden, weights.sizes, state=state, window=window, batch=batch, replay=replay, lower_bound=lower_bound, norm_eps=norm_eps
     )  # fmt: skip
     validate.kernel_dtypes(hidden.dtype, state.dtype, "hidden")
     if hidden.device.type == "cpu":
         interpreter.require("hidden")
         validate_mixer.values(batch, hidden.shape[0], state.shape[0])
     plan = gemm_tiles.plan(arch.of_device(str(hidden.device)), hidden.dtype, hidden.shape[0], weights.wide.numel())
-    return run(plan, hidden, weights, state=state, window=window, batch=batch, lower_bound=lower_bound, norm_eps=norm_eps)
+    return run(plan, hidden, weights, state=state, window=window, batch=batch, replay=replay, lower_bound=lower_bound, norm_eps=norm_eps)
 
 
 @torch.no_grad()
@@ -60,6 +62,7 @@ def run(
     state: Tensor,
     window: Tensor,
     batch: Batch,
+    replay: Replay | None = None,
     lower_bound: float | None,
     norm_eps: float,
 ) -> Tensor:
@@ -70,8 +73,11 @@ def run(
             conv_weight=weights.conv, a_log=weights.A_log, dt_bias=weights.dt_bias, norm_weight=weights.o_norm,
             state=state, window=window, lower_bound=lower_bound, norm_eps=norm_eps,
         )  # fmt: skip
+        caches: dict[str, dict[str, Any]] = {"verify": {"replay": replay}}
         outs = [
-            CELLS[part.phase](plan, **{name: x[part.rows] for name, x in activations.items()}, **layer, **part.arguments)
+            CELLS[part.phase](
+                plan, **{name: x[part.rows] for name, x in activations.items()}, **layer, **part.arguments, **caches.get(part.phase, {})
+            )
             for part in batch.parts(hidden.shape[0])
         ]
         # A copy, where phases meet: their cells return tensors of their own.
@@ -139,7 +145,19 @@ def _prefill(plan: MixerPlan, **given: Any) -> Tensor:
     return kda_prefill.prefill(**given)
 
 
-CELLS: Mapping[Phase, Callable[..., Tensor]] = {"decode": _decode, "prefill": _prefill}
+def _verify(plan: MixerPlan, q: Tensor, k: Tensor, *, state: Tensor, slots: Tensor, replay: Replay, **given: Any) -> Tensor:
+    """`kda_verify.verify` of what is validated."""
+    from optimized import kda_verify
+
+    sequences, (slot_count, heads, value_dim, key_dim) = slots.shape[0], state.shape
+    sizes = validate.KdaSizes(q.shape[0], sequences, heads, key_dim, value_dim, slot_count, replay.drafts)
+    tile = tiles.tile(arch.of_device(str(q.device)), state.dtype, sequences * heads, tiles.VERIFY)
+    if plan.overlap:
+        tile = replace(tile, pdl=False)
+    return kda_verify.launch(tile, sizes, q, k, state=state, slots=slots, replay=replay, **given)
+
+
+CELLS: Mapping[Phase, Callable[..., Tensor]] = {"decode": _decode, "prefill": _prefill, "verify": _verify}
 
 
 @contextmanager

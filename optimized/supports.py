@@ -26,6 +26,7 @@ class Workload:
     hidden: int = 0  # of a mixer
     contexts: int = 0  # sequences of a mixer that are prefilled, before the others
     rows: int = 0  # of the activations
+    drafts: int = 0  # of a verify
 
     @property
     def projected(self) -> int:
@@ -63,7 +64,9 @@ def fla_runs(work: Workload) -> tuple[bool, str]:
 
 
 def fla_mixes(work: Workload) -> tuple[bool, str]:
-    return (False, "its baseline decodes only: no contexts") if work.contexts else fla_runs(work)
+    if work.contexts or work.drafts:
+        return False, "its baseline decodes only: no contexts, no drafts"
+    return fla_runs(work)
 
 
 def mixer_kernels(work: Workload) -> tuple[str, ...]:
@@ -71,7 +74,7 @@ def mixer_kernels(work: Workload) -> tuple[str, ...]:
     plan = gemm_tiles.plan(work.arch, work.dtype, work.rows, work.projected)
     gemm = ("linear_kernel",) if any((plan.wide, plan.low, plan.gates, plan.out)) else ()
     contexts = ("kda_prefill_prepare_kernel", "kda_prefill_scan_kernel", "kda_prefill_norm_kernel") if work.contexts else ()
-    generations = ("kda_decode_kernel",) if work.batch > work.contexts else ()
+    generations = ("kda_verify_kernel" if work.drafts else "kda_decode_kernel",) if work.batch > work.contexts else ()
     return (*gemm, *contexts, *generations)
 
 

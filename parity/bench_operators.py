@@ -133,7 +133,7 @@ def mixer_layers(problem: Problem) -> list[Arguments]:
 
 
 def _mixer_unfit(problem: Problem, name: str) -> str:
-    return "only decode is timed" if problem.tokens else ""
+    return "only decode is timed" if problem.tokens or problem.drafts else ""
 
 
 def layer_count(problem: Problem) -> int:

@@ -12,7 +12,7 @@ Entry = dict[str, Any]  # of a row's drift
 
 def limit(problem: Problem) -> limits.DriftLimit | None:
     """The limit on a problem's drift, if it has one."""
-    mixer = problem.op == "kda.mixer" and not problem.tokens and problem.regime == "random"
+    mixer = problem.op == "kda.mixer" and not (problem.tokens or problem.drafts) and problem.regime == "random"
     stored = problem.state_dtype == "fp32" and problem.activation != torch.float32
     return limits.MIXER_DRIFT if mixer and stored and problem.heads >= limits.MIXER_DRIFT.least_heads else None
 

@@ -27,9 +27,8 @@ class Phase:
     """One operator's steps.
 
     make: from a step's activations [T, D], its further arguments and its tokens. mistaken: tokens that a faulty candidate may
-    have run instead, by cause. steps: of a sweep on a CPU, where kernels are interpreted, and on a GPU. history: steps before
-    the first that the invariants look at, so that it has drafts to replay. mixed: tokens make a prefill of an operator
-    that decodes without. call: an implementation with the arguments of a step, by name.
+    have run instead, by cause. steps: of a sweep on a CPU, where kernels are interpreted, and on a GPU.  mixed: drafts and tokens choose
+    among the phases of one operator, which decodes without. call: an implementation with the arguments of a step, by name.
     """
 
     make: Callable[["Case", int, dict[str, Tensor]], Made]
@@ -37,7 +36,6 @@ class Phase:
     steps: tuple[int, int] = (16, 64)
     drafted: bool = False
     varlen: bool = False
-    history: int = 0
     mixed: bool = False
     call: Callable[["Case", Callable[..., Any], dict[str, Any]], Any] = lambda case, call, x: call(x.pop("q"), x.pop("k"), **x)
 
@@ -54,11 +52,11 @@ def _verify(case: "Case", step: int, x: dict[str, Tensor]) -> Made:
 
 def _replaying(case: "Case", step: int, x: dict[str, Tensor], pending: list[int]) -> Tokens:
     """The first `pending` drafts of the step before, then this step's tokens."""
-    batch, width, most = case.problem.batch, 1 + case.problem.drafts, max(pending, default=0)
+    batch, width, most = len(pending), 1 + case.problem.drafts, max(pending, default=0)
     before = case.activations(step - 1) if most else x
     runs = {}
     for name, value in x.items():
-        new, old = (side.unflatten(0, (batch, width)) for side in (value, before[name]))
+        new, old = (side[len(side) - batch * width :].unflatten(0, (batch, width)) for side in (value, before[name]))
         runs[name] = value.new_zeros(batch, most + width, value.shape[1])
         for sequence, count in enumerate(pending):
             runs[name][sequence, :count] = old[sequence, 1 : 1 + count]
@@ -105,19 +103,25 @@ def sequence_lengths(case: "Case") -> tuple[int, ...]:
 
 
 def _mixer(case: "Case", step: int, x: dict[str, Tensor]) -> Made:
-    """Contexts, if there are tokens, then a token of each other sequence."""
-    problem = case.problem
+    """Contexts, if there are tokens, then a token of each other sequence, or its drafts."""
+    problem, hidden = case.problem, x["hidden"]
     if not problem.tokens:
-        return _decode(case, step, x)
-    lengths, hidden = sequence_lengths(case), x["hidden"]
-    parts = hidden.split([*lengths, *[1] * (problem.batch - len(lengths))])
-    runs = hidden.new_zeros(problem.batch, max(map(len, parts), default=0), hidden.shape[1])
-    for sequence, part in enumerate(parts):
-        runs[sequence, : len(part)] = part
-    counts = tuple(map(len, parts))
+        return _verify(case, step, x) if problem.drafts else _decode(case, step, x)
+    lengths, generations = sequence_lengths(case), problem.batch - problem.prefilled
+    made, others = Tokens.single({"hidden": hidden[problem.tokens :]}), {"cu_seqlens": _ends(lengths, case)}
+    if problem.drafts and generations:
+        further, made = _verify(case, step, x)
+        others |= further
+    runs = [*hidden[: problem.tokens].split(lengths), *made.any]
+    padded = torch.nn.utils.rnn.pad_sequence([*runs, hidden[:0]], batch_first=True)[: len(runs)]
     contexts = tuple(i < len(lengths) for i in range(problem.batch))
-    tokens = Tokens({"hidden": runs}, counts, (0,) * len(counts), counts, contexts=contexts)
-    return {"cu_seqlens": _ends(lengths, case)}, tokens
+    counts = (lengths + own for own in (made.length, made.stored))
+    length, stored = counts
+    return others, Tokens({"hidden": padded}, length, (0,) * len(lengths) + made.replayed, stored, contexts=contexts)
+
+
+def _mixer_miscounted(case: "Case", step: int, x: dict[str, Tensor]) -> dict[str, Tokens]:
+    return _miscounted(case, step, x) if case.problem.drafts and not case.problem.tokens else {}
 
 
 def _call_verify(case: "Case", call: Callable[..., Any], x: dict[str, Any]) -> Any:
@@ -127,13 +131,15 @@ def _call_verify(case: "Case", call: Callable[..., Any], x: dict[str, Any]) -> A
 
 
 def _call_mixer(case: "Case", call: Callable[..., Any], x: dict[str, Any]) -> Any:
-    batch = Batch(x.pop("slots"), x.pop("cu_seqlens", None), x.pop("fresh", None))
+    drafts, accepted = case.problem.drafts, x.pop("accepted", None)
+    offsets = kda_offsets.offsets(accepted, drafts) if accepted is not None and case.problem.offsets == "model" else None
+    batch = Batch(x.pop("slots"), x.pop("cu_seqlens", None), x.pop("fresh", None), drafts if accepted is not None else 0, accepted, offsets)
     return call(x.pop("hidden"), x.pop("weights"), batch=batch, **x)
 
 
 def anew(others: dict[str, Tensor], fresh: Tensor) -> dict[str, Tensor]:
     """A step's further arguments as they are for sequences that start from zero: nothing is pending."""
-    return {name: value.masked_fill(fresh, 0) if name == "accepted" else value for name, value in others.items()}
+    return {name: value.masked_fill(fresh[len(fresh) - len(value) :], 0) if name == "accepted" else value for name, value in others.items()}
 
 
 def no_sequences(others: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -149,15 +155,16 @@ def reverse(others: dict[str, Tensor]) -> dict[str, Tensor]:
 def accepted_counts(case: "Case", step: int) -> Tensor:
     """int32 [N]: tokens of the step before that the sampler accepted, its golden token included."""
     problem = case.problem
+    count = problem.batch - problem.prefilled
     if step <= 1:
-        return torch.zeros(problem.batch, dtype=torch.int32, device=problem.device)
-    counts = torch.randint(1, 2 + problem.drafts, (problem.batch,), generator=case.generator(-step), device=problem.device)
+        return torch.zeros(count, dtype=torch.int32, device=problem.device)
+    counts = torch.randint(1, 2 + problem.drafts, (count,), generator=case.generator(-step), device=problem.device)
     return counts.to(torch.int32)
 
 
 PHASES = {
     "kda.decode": Phase(_decode),
-    "kda.verify": Phase(_verify, _miscounted, (4, 16), drafted=True, history=1, call=_call_verify),
+    "kda.verify": Phase(_verify, _miscounted, (4, 16), drafted=True, call=_call_verify),
     "kda.prefill": Phase(_prefill, steps=(1, 4), varlen=True),
-    "kda.mixer": Phase(_mixer, steps=(4, 64), varlen=True, mixed=True, call=_call_mixer),
+    "kda.mixer": Phase(_mixer, _mixer_miscounted, (4, 64), drafted=True, varlen=True, mixed=True, call=_call_mixer),
 }

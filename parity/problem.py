@@ -47,7 +47,7 @@ class Problem:
     its sequences. contexts: of a mixer with tokens, how many sequences these are; the others are generations. fresh 1:
     pools start as zeros. offsets: of a verify, computed by the layer or once for the model. seed -1: derived from everything else.
 
-    A mixer decodes; with tokens it prefills, and with contexts it does both in one batch.
+    A mixer decodes; with drafts it verifies, with tokens it prefills, and with contexts it does both in one batch.
     """
 
     op: str
@@ -97,6 +97,9 @@ class Problem:
         if self.contexts > self.batch:
             raise ValueError(f"contexts: expected at most the {self.batch} sequences of the batch, got {self.contexts}")
 
+        if mixed and self.tokens and self.drafts and self.prefilled == self.batch:
+            raise ValueError(f"drafts: expected none where every sequence is a context, got {self.drafts}; contexts=N leaves some out")
+
     def _derived_seed(self) -> int:
         """Stable over processes. The device and the count of steps are left out: a longer run starts with the same steps."""
         key = "|".join(str(getattr(self, f.name)) for f in self._shown() if f.name not in ("seed", "device", "steps"))
@@ -135,7 +138,7 @@ class Problem:
         kda = self.shape.kda
         return registry.Workload(
             self.op, arch.of_device(self.device), self.activation, self.pool, self.heads, self.batch, kda.key_dim, kda.value_dim,
-            kda.lower_bound, self.shape.hidden, self.prefilled, self.rows,
+            kda.lower_bound, self.shape.hidden, self.prefilled, self.rows, self.drafts,
         )  # fmt: skip
 
     def __str__(self) -> str:

@@ -139,10 +139,10 @@ def _product(op: str, options: Options) -> Iterator[Problem]:
 
 
 def _runs(phase: Phase, options: Options) -> list[tuple[int, int]]:
-    """Drafts and tokens. An operator of several phases decodes, unless tokens are named: then it prefills them."""
+    """Drafts and tokens. An operator of several phases decodes, unless either is named: then a verify of each, a prefill of each."""
     gpu = options.device.startswith("cuda")
     if phase.mixed:
-        return [(0, tokens) for tokens in options.tokens] or [(0, 0)]
+        return [*((drafts, 0) for drafts in options.drafts), *((0, tokens) for tokens in options.tokens)] or [(0, 0)]
     drafts = (options.drafts or (DRAFTS[gpu],)) if phase.drafted else (0,)
     return list(itertools.product(drafts, (options.tokens or (TOKENS[gpu],)) if phase.varlen else (0,)))
 

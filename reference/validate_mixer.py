@@ -1,14 +1,28 @@
 """The input contract of `kda.mixer`: the weights of a layer once, the rest at every call. Structure always, values on request."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from reference import validate
+from reference import kda_offsets, validate
 from reference.batch import Batch
+from reference.kda_replay import Replay
 from reference.kda_weights import NAMES, KdaWeights
-from reference.validate import FLOATS, KdaSizes, _contiguous, _dimensions, _fail, _fresh, _last_contiguous, _norm_eps, _pools, _tensor
+from reference.validate import (
+    FLOATS,
+    KdaSizes,
+    _contiguous,
+    _dimensions,
+    _fail,
+    _fresh,
+    _last_contiguous,
+    _norm_eps,
+    _pools,
+    _replay,
+    _tensor,
+)
 
 SIZES = "H comes from A_log [H], K and V from q_proj and v_proj, R from f_a_proj, hidden from q_proj"
 ALWAYS_WIDE = ("A_log", "dt_bias")
@@ -66,8 +80,9 @@ def weights(given: KdaWeights) -> MixerSizes:
 
 
 def call(
-    hidden: Tensor, layer: MixerSizes, *, state: Tensor, window: Tensor, batch: Batch, lower_bound: float | None, norm_eps: float
-) -> None:
+    hidden: Tensor, layer: MixerSizes, *, state: Tensor, window: Tensor, batch: Batch, replay: Replay | None,
+    lower_bound: float | None, norm_eps: float,
+) -> None:  # fmt: skip
     """Structure of everything but the weights."""
     if not isinstance(hidden, Tensor) or hidden.ndim != 2:
         got = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
@@ -83,6 +98,22 @@ def call(
     _norm_eps(norm_eps)
     _rows(batch, sizes, layer.device)
     _fresh(batch.fresh, sizes, layer.device)
+    if batch.drafts:
+        _verify(batch, replay, sizes, layer)
+
+
+def _verify(batch: Batch, replay: Any, sizes: KdaSizes, layer: MixerSizes) -> None:
+    """Caches of the batch's drafts, counts and offsets of its generations."""
+    drafts = _replay(replay, sizes, layer.dtype, layer.dtype, layer.dtype, layer.device).drafts
+    if drafts != batch.drafts:
+        _fail("replay", f"caches of {batch.drafts} drafts", drafts, "batch.drafts is the S of the caches")
+    count = batch.slots.shape[0] - batch.contexts
+    tensors: dict[str, tuple[Any, int]] = {"batch.accepted": (batch.accepted, count)}
+    for i, x in enumerate(batch.offsets or ()):
+        tensors[f"batch.offsets[{i}]"] = (x, count + i)
+    for name, (x, size) in tensors.items():
+        _tensor(name, x, (size,), (torch.int32,), layer.device, "a count for each generation")
+        _contiguous(**{name: x})
 
 
 def _rows(batch: Batch, sizes: KdaSizes, device: torch.device) -> None:
@@ -97,8 +128,8 @@ def _rows(batch: Batch, sizes: KdaSizes, device: torch.device) -> None:
         _contiguous(**{"batch.cu_seqlens": x})
     rows = batch.generation_rows
     if sizes.tokens < rows or (batch.cu_seqlens is None and sizes.tokens != rows):
-        expected = f"{rows} rows, one for each generation" + ("" if batch.cu_seqlens is None else ", after the contexts'")
-        _fail("hidden", expected, sizes.tokens, "contexts need batch.cu_seqlens, a generation has one row")
+        expected = f"{rows} rows, {1 + batch.drafts} for each generation" + ("" if batch.cu_seqlens is None else ", after the contexts'")
+        _fail("hidden", expected, sizes.tokens, "contexts need batch.cu_seqlens, a generation has one row and one for each of batch.drafts")
 
 
 def values(batch: Batch, tokens: int, slot_count: int) -> None:
@@ -106,3 +137,8 @@ def values(batch: Batch, tokens: int, slot_count: int) -> None:
     validate.values(batch.slots, slot_count)
     if batch.cu_seqlens is not None:
         validate.offsets(batch.cu_seqlens, tokens - batch.generation_rows)
+    if batch.drafts and batch.accepted is not None:
+        slots, fresh = batch.slots[batch.contexts :], None if batch.fresh is None else batch.fresh[batch.contexts :]
+        validate.accepted(batch.accepted, slots, slot_count, batch.drafts, fresh)
+        if batch.offsets is not None:
+            validate.shared_offsets(batch.offsets, kda_offsets.offsets(batch.accepted, batch.drafts), slots, slot_count)

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optimized.peers import eager, eager_prefill
+from optimized.peers import eager, eager_prefill, eager_verify
 from reference import validate, validate_mixer
 from reference.batch import Batch, Phase
+from reference.kda_replay import Replay
 from reference.kda_weights import KdaWeights
 
-CELLS: Mapping[Phase, Callable[..., Tensor]] = {"decode": eager.decode, "prefill": eager_prefill.prefill}
+CELLS: Mapping[Phase, Callable[..., Tensor]] = {"decode": eager.decode, "prefill": eager_prefill.prefill, "verify": eager_verify.verify}
 
 
 @torch.no_grad()
@@ -23,12 +24,13 @@ def mixer(
     state: Tensor,
     window: Tensor,
     batch: Batch,
+    replay: Replay | None = None,
     lower_bound: float | None,
     norm_eps: float = 1e-5,
 ) -> Tensor:
     """`reference.kda_mixer.mixer` in eager torch; arguments, pools, errors and return value as there."""
     sizes = validate_mixer.weights(weights)
-    validate_mixer.call(hidden, sizes, state=state, window=window, batch=batch, lower_bound=lower_bound, norm_eps=norm_eps)
+    validate_mixer.call(hidden, sizes, state=state, window=window, batch=batch, replay=replay, lower_bound=lower_bound, norm_eps=norm_eps)
     validate.kernel_dtypes(hidden.dtype, state.dtype, "hidden")
     if hidden.device.type == "cpu":
         validate_mixer.values(batch, hidden.shape[0], state.shape[0])
@@ -38,8 +40,11 @@ def mixer(
         a_log=weights.A_log, dt_bias=weights.dt_bias, norm_weight=weights.o_norm,
         state=state, window=window, lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
+    caches: dict[str, dict[str, Any]] = {"verify": {"replay": replay}}
     outs = [
-        CELLS[part.phase](**{name: x[part.rows] for name, x in activations.items()}, **layer, **part.arguments)
+        CELLS[part.phase](
+            **{name: x[part.rows] for name, x in activations.items()}, **layer, **part.arguments, **caches.get(part.phase, {})
+        )
         for part in batch.parts(hidden.shape[0])
     ]
     return F.linear(torch.cat([*outs, activations["v"][:0]]), weights.o_proj)

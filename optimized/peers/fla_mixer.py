@@ -8,6 +8,7 @@ from optimized import interpreter
 from optimized.peers import eager_mixer
 from reference import validate, validate_mixer
 from reference.batch import Batch
+from reference.kda_replay import Replay
 from reference.kda_weights import KdaWeights
 
 
@@ -19,6 +20,7 @@ def mixer(
     state: Tensor,
     window: Tensor,
     batch: Batch,
+    replay: Replay | None = None,
     lower_bound: float | None,
     norm_eps: float = 1e-5,
 ) -> Tensor:
@@ -27,10 +29,12 @@ def mixer(
     Contexts are refused. Copies and tuning as in `peers.fla.decode`, and the taps of q, k and v are joined at each call.
     """
     sizes = validate_mixer.weights(weights)
-    validate_mixer.call(hidden, sizes, state=state, window=window, batch=batch, lower_bound=lower_bound, norm_eps=norm_eps)
+    validate_mixer.call(hidden, sizes, state=state, window=window, batch=batch, replay=replay, lower_bound=lower_bound, norm_eps=norm_eps)
     validate.kernel_dtypes(hidden.dtype, state.dtype, "hidden")
     if batch.cu_seqlens is not None:
         raise ValueError(f"batch: expected generations only, got {batch.contexts} contexts; FLA's prefill is another peer")
+    if batch.drafts:
+        raise ValueError(f"batch: expected one row for each generation, got {batch.drafts} drafts; FLA's verify is another peer")
     if hidden.device.type == "cpu":
         interpreter.require("hidden")
         validate_mixer.values(batch, hidden.shape[0], state.shape[0])

@@ -1,6 +1,7 @@
 """The step gate over a mixer: healthy ones pass whatever their near ties did, a fault shows in the product that has it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from optimized import contracts, registry
+from optimized.peers import eager_mixer
 from optimized.registry import Implementation
 from parity import drift, gate, limits, settle, sweep
 from parity.case import Case
@@ -18,6 +20,7 @@ from parity.record import Row
 from parity.regimes import ADVERSARIAL_BETA
 from parity.trajectory import FreeRun, walk
 from reference import kda_mixer
+from reference.batch import Batch
 from reference.kda import log_decay
 from reference.kda_weights import NAMES, KdaWeights
 from reference.points import Contract, tie_distance
@@ -235,41 +238,57 @@ def test_an_absolute_limit_fails_a_row_that_every_step_passes(monkeypatch: pytes
 
 
 def test_tokens_prefill_and_contexts_do_both() -> None:
-    cases = ("kda.mixer:batch=3", "kda.mixer:batch=3,tokens=9", "kda.mixer:batch=5,tokens=9,contexts=2")
-    assert [(p.rows, p.prefilled) for p in map(parse, cases)] == [(3, 0), (9, 3), (12, 2)]
+    cases = ("kda.mixer:batch=3", "kda.mixer:batch=3,tokens=9", "kda.mixer:batch=5,tokens=9,contexts=2,drafts=1")
+    assert [(p.rows, p.prefilled) for p in map(parse, cases)] == [(3, 0), (9, 3), (15, 2)]
     assert parse(str(parse(cases[2]))) == parse(cases[2])
     for case, says in (
         ("kda.mixer:contexts=1", "contexts: expected none without tokens"),
         ("kda.decode:contexts=1", "contexts: expected none without tokens"),
         ("kda.mixer:batch=2,tokens=9,contexts=3", "contexts: expected at most the 2 sequences"),
-        ("kda.mixer:drafts=1", "drafts: kda.mixer takes none"),
+        ("kda.mixer:tokens=9,drafts=1", "drafts: expected none where every sequence is a context"),
     ):
         with pytest.raises(ValueError, match=says):
             parse(case)
 
 
-def test_a_sweep_decodes_unless_tokens_are_named() -> None:
-    def runs(**given: tuple[int, ...]) -> list[int]:
+def test_a_sweep_decodes_unless_drafts_or_tokens_are_named() -> None:
+    def runs(**given: tuple[int, ...]) -> list[tuple[int, int]]:
         options = sweep.Options(("kda.mixer",), regime=("slow",), state_dtype=("fp32",), impl=("torch",), **given)
-        return [task.problem.tokens for task in sweep.tasks(options)]
+        return [(task.problem.drafts, task.problem.tokens) for task in sweep.tasks(options)]
 
-    assert runs() == [0] and runs(tokens=(9, 20)) == [9, 20]
+    assert runs() == [(0, 0)] and runs(drafts=(1, 3), tokens=(9,)) == [(1, 0), (3, 0), (0, 9)]
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("runs", ["batch=3,tokens=20", "batch=4,tokens=20,contexts=2"], ids=["prefill", "mixed"])
-def test_contexts_pass_and_are_proved(runs: str, name: str) -> None:
+@pytest.mark.parametrize(
+    "runs",
+    ["batch=3,tokens=20,steps=1", "batch=4,tokens=20,contexts=2,steps=1", "drafts=2,offsets=model,steps=3",
+     "batch=3,tokens=9,contexts=1,drafts=1,steps=2"],
+    ids=["prefill", "mixed", "verify", "mixed with drafts"],
+)  # fmt: skip
+def test_contexts_and_drafts_pass_and_are_proved(runs: str, name: str) -> None:
     if name == "triton":
         pytest.importorskip("triton")
-    row = gate.judge(parse(f"kda.mixer:model=tiny,heads=1,{runs},steps=1"), registry.find("kda.mixer", name))
+    row = gate.judge(parse(f"kda.mixer:model=tiny,heads=1,{runs}"), registry.find("kda.mixer", name))
     assert (row["verdict"], row["reason"]) == ("PASS", "")
     kernels = {kernel["name"] for kernel in row["path"]["kernels"]}
-    assert name == "torch" or ("kda_prefill_scan_kernel" in kernels and ("kda_decode_kernel" in kernels) == ("contexts" in runs))
+    expected = {"kda_prefill_scan_kernel": "tokens" in runs, "kda_verify_kernel": "drafts" in runs}
+    assert name == "torch" or all((kernel in kernels) == ran for kernel, ran in expected.items())
 
 
-@pytest.mark.parametrize("runs", ["batch=2,tokens=9", "batch=3,tokens=9,contexts=2"], ids=["prefill", "mixed"])
+def test_a_wrong_replay_in_a_mixer_is_named() -> None:
+    def candidate(hidden: Tensor, weights: KdaWeights, *, batch: Batch, **x: Any) -> Tensor:
+        return eager_mixer.mixer(hidden, weights, batch=replace(batch, accepted=batch.accepted.clamp(max=1)), **x)
+
+    row = judged(candidate, parse("kda.mixer:model=tiny,batch=3,drafts=2,steps=2"), contracts.MIXER_STAGED)
+    first = row["first_divergence"]
+    assert row["verdict"] == "FAIL" and first["step"] == 2
+    assert first["cause"] in ("no draft replayed", "one draft too few replayed")
+
+
+@pytest.mark.parametrize("runs", ["batch=2,tokens=9", "batch=3,tokens=9,contexts=2", "drafts=2"], ids=["prefill", "mixed", "verify"])
 @pytest.mark.parametrize("name", ["swapped_gates", "neighbours_bias", "neighbours_output"])
-def test_a_fault_of_contexts_fails(name: str, runs: str) -> None:
+def test_a_fault_of_contexts_and_drafts_fails(name: str, runs: str) -> None:
     row = judged(mixers.FAULTS[name], parse(f"kda.mixer:model=tiny,{runs},steps=1"))
     assert row["verdict"] == "FAIL" and row["first_divergence"]["step"] == 1
 

@@ -1,5 +1,6 @@
 """The mixer's reference: an independent transcription in FP64, heads split over ranks, batches of every mixture."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from reference import kda_mixer
+from reference import kda_mixer, kda_offsets
 from reference.batch import Batch
+from reference.kda_replay import Replay
 from reference.kda_weights import NAMES, KdaWeights, shard
 from reference.points import ACTIVATION, KDA, KDA_CELL, KDA_MIXER, Contract, rounding, tapped
 
@@ -243,3 +245,61 @@ def test_what_is_refused_is_named_and_touches_nothing(named: str, what: str, kin
         kda_mixer.mixer(**changed)
     assert type(raised.value) is kind
     assert all(torch.equal(changed[name], pool) for name, pool in pools.items())
+
+
+def drafted(contexts: tuple[int, ...], accepted: list[int], drafts: int = 2, shared: bool = True) -> dict:
+    """Arguments of `mixer` whose generations verify drafts, their caches filled."""
+    count = len(accepted)
+    given = case(*contexts, generations=count * (1 + drafts))
+    counts = torch.tensor(accepted, dtype=torch.int32)
+    slots = torch.arange(SLOTS, dtype=torch.int32).flip(0)[: len(contexts) + count].contiguous()
+    offsets = kda_offsets.offsets(counts, drafts) if shared else None
+    replay = Replay.empty(given["state"], given["window"], drafts)
+    for i, cache in enumerate((replay.qkv, replay.f, replay.beta)):
+        cache.normal_(generator=torch.Generator().manual_seed(i))
+    batch = Batch(slots, given["batch"].cu_seqlens, None, drafts, counts, offsets)
+    return given | {"batch": batch, "replay": replay}
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["model", "layer"])
+@pytest.mark.parametrize("contexts", [(), (3, 0)], ids=str)
+def test_a_verify_leaves_what_decoding_the_accepted_tokens_leaves(contexts: tuple[int, ...], shared: bool) -> None:
+    """Two rounds: 2 and 3 of the first are accepted. The second's golden tokens follow decode steps of these, one by one."""
+    first = drafted(contexts, [0, 0], shared=shared)
+    second = drafted((), [2, 3], shared=shared)
+    slots = first["batch"].slots[len(contexts) :]
+    pools = copied(first)
+    kda_mixer.mixer(**pools)
+    second |= {name: pools[name] for name in ("state", "window", "replay")}
+    second["batch"] = replace(second["batch"], slots=slots)
+    out = kda_mixer.mixer(**second)
+
+    byhand, skip = copied(first), sum(contexts)
+    for sequence, count in enumerate((2, 3)):
+        rows = [first["hidden"][skip + sequence * 3 + i] for i in range(count)] + [second["hidden"][sequence * 3]]
+        for row in rows:
+            step = dict(hidden=row[None], batch=Batch(slots[sequence : sequence + 1]), replay=None)
+            last = kda_mixer.mixer(**{**byhand, **step})
+        torch.testing.assert_close(last[0], out[sequence * 3])
+    for name in ("state", "window"):
+        torch.testing.assert_close(pools[name][slots.long()], byhand[name][slots.long()])
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "named"),
+    [
+        (dict(replay=None), TypeError, "replay: expected a kda_replay.Replay, got NoneType"),
+        (dict(drafts=1), ValueError, "hidden: expected 4 rows, 2 for each generation"),
+        (dict(accepted=None), TypeError, "batch.accepted: "),
+        (dict(accepted=torch.tensor([1, 4], dtype=torch.int32), offsets=None), ValueError, "accepted: expected counts in 0..3"),
+        (dict(accepted=torch.tensor([1, 2], dtype=torch.int32)), ValueError, "offsets: pending: expected [0, 1], got [0, 2]"),
+    ],
+)
+def test_drafts_that_do_not_fit_are_refused(change: dict, kind: type[Exception], named: str) -> None:
+    given = drafted((), [0, 3])
+    own = {name: x for name, x in change.items() if name == "replay"}
+    batch = replace(given["batch"], **{name: x for name, x in change.items() if name != "replay"})
+    before = given["state"].clone()
+    with pytest.raises(kind, match=rf"^{re.escape(named)}"):
+        kda_mixer.mixer(**{**given, "batch": batch, **own})
+    assert torch.equal(given["state"], before)
