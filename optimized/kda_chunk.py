@@ -25,12 +25,16 @@ def _exp2(x):
 
 
 @triton.jit
-def _unit_sigmoid(x):
-    """1 / (1 + exp(-x)), to 2 ulp."""
-    y = 1.0 + _exp2(x * -LOG2E)
+def _rcp(y):
     if FLUSH:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1)
     return 1.0 / y
+
+
+@triton.jit
+def _unit_sigmoid(x):
+    """1 / (1 + exp(-x)), to 2 ulp."""
+    return _rcp(1.0 + _exp2(x * -LOG2E))
 
 
 @triton.jit
@@ -48,26 +52,124 @@ def _chunk_of(row, cu_seqlens, sequences, C: tl.constexpr):
 
 
 @triton.jit
-def _conv_rows(x, x_stride, window, tap_stride, channel_stride, weight, section, column, first, i, valid, inside, carried):
-    """SiLU of the convolution of rows `i` of a chunk, [C, D]; what lies before the sequence comes from the window."""
-    y = tl.zeros([i.shape[0], column.shape[0]], tl.float32)
-    for tap in tl.static_range(4):
-        position = first + i + (tap - 3)  # in the sequence
-        mask = (valid & (position >= 0))[:, None] & inside[None, :]
-        t = tl.load(x + (i + (tap - 3)).to(tl.int64)[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        if first == 0:
-            before = window + (position + 3)[:, None] * tap_stride + (section + column)[None, :] * channel_stride
-            mask = (valid & (position < 0))[:, None] & inside[None, :] & carried
-            t += tl.load(before, mask=mask, other=0.0).to(tl.float32)
-        y += t * tl.load(weight + (section + column) * 4 + tap, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return y * _unit_sigmoid(y)  # 0 where the row is none of the sequence
+def _stacked(rows, C: tl.constexpr, LEVELS: tl.constexpr):
+    """Vectors of D as the rows of [C, D]; a thread keeps its columns, so that nothing moves."""
+    for level in tl.static_range(LEVELS):
+        joined = ()
+        for r in tl.static_range(C >> (level + 1)):
+            joined = joined + (tl.join(rows[r], rows[r + (C >> (level + 1))]),)
+        rows = joined
+    x = rows[0]
+    return tl.trans(tl.reshape(x, [x.shape[0], C]))
+
+
+@triton.jit
+def _unstacked(x, C: tl.constexpr, LEVELS: tl.constexpr):
+    """The rows of [C, D], each a vector."""
+    rows = (tl.trans(x),)
+    for level in tl.static_range(LEVELS):
+        even, odd = (), ()
+        for r in tl.static_range(1 << level):
+            a = rows[r]
+            if (C >> level) > 2:
+                a = tl.reshape(a, [a.shape[0], C >> (level + 1), 2])
+            a0, a1 = tl.split(a)
+            even = even + (a0,)
+            odd = odd + (a1,)
+        rows = even + odd
+    return rows
+
+
+@triton.jit
+def _raw_rows(x, stride, column, inside, count, C: tl.constexpr):
+    """Rows of a chunk of which x is the first; past the sequence, its last one again."""
+    rows = ()
+    for r in tl.static_range(C):
+        rows = rows + (tl.load(x + column, mask=inside, other=0.0),)
+        x += tl.where(r + 1 < count, stride, 0)
+    return rows
+
+
+@triton.jit
+def _rows_before(x, x_stride, window, tap_stride, channel_stride, section, column, first, inside, carried):
+    """The three rows before a chunk; those before the sequence come from the window."""
+    x += column - 3 * x_stride.to(tl.int64)
+    t0 = tl.load(x, mask=inside & (first > 0), other=0.0)
+    t1 = tl.load(x + x_stride, mask=inside & (first > 0), other=0.0)
+    t2 = tl.load(x + 2 * x_stride.to(tl.int64), mask=inside & (first > 0), other=0.0)
+    if first == 0:
+        old = window + (section + column) * channel_stride
+        t0 = tl.load(old, mask=inside & carried, other=0.0).to(x.dtype.element_ty)
+        t1 = tl.load(old + tap_stride, mask=inside & carried, other=0.0).to(x.dtype.element_ty)
+        t2 = tl.load(old + 2 * tap_stride, mask=inside & carried, other=0.0).to(x.dtype.element_ty)
+    return t0, t1, t2
+
+
+@triton.jit
+def _weights(weight, channel, inside, PACKED: tl.constexpr):
+    """The four weights of each channel in FP32, newest token last; PACKED reads the four of 16 bits as one word."""
+    if PACKED:
+        word = tl.load(weight.to(tl.pointer_type(tl.int64)) + channel, mask=inside, other=0)
+        dtype = weight.dtype.element_ty
+        w0 = word.to(tl.int16).to(dtype, bitcast=True)
+        w1 = (word >> 16).to(tl.int16).to(dtype, bitcast=True)
+        w2 = (word >> 32).to(tl.int16).to(dtype, bitcast=True)
+        w3 = (word >> 48).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        w0 = tl.load(weight + channel * 4, mask=inside, other=0.0)
+        w1 = tl.load(weight + channel * 4 + 1, mask=inside, other=0.0)
+        w2 = tl.load(weight + channel * 4 + 2, mask=inside, other=0.0)
+        w3 = tl.load(weight + channel * 4 + 3, mask=inside, other=0.0)
+    return w0.to(tl.float32), w1.to(tl.float32), w2.to(tl.float32), w3.to(tl.float32)
+
+
+@triton.jit
+def _raw(x, x_stride, window, tap_stride, channel_stride, weight, section, column, first, count, inside, carried, C: tl.constexpr, PACKED: tl.constexpr):
+    rows = _raw_rows(x, x_stride, column, inside, count, C)
+    before = _rows_before(x, x_stride, window, tap_stride, channel_stride, section, column, first, inside, carried)
+    return before + rows + _weights(weight, section + column, inside, PACKED)
+
+
+@triton.jit
+def _conv(raw, SCALED: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr):
+    """SiLU of the convolution, [C, D]; times -log2 e if SCALED."""
+    t0, t1, t2 = raw[0].to(tl.float32), raw[1].to(tl.float32), raw[2].to(tl.float32)
+    w0, w1, w2, w3 = raw[C + 3], raw[C + 4], raw[C + 5], raw[C + 6]
+    if SCALED:
+        w0 *= -LOG2E
+        w1 *= -LOG2E
+        w2 *= -LOG2E
+        w3 *= -LOG2E
+    out = ()
+    for r in tl.static_range(C):
+        t3 = raw[r + 3].to(tl.float32)
+        y = t0 * w0 + t1 * w1 + t2 * w2 + t3 * w3
+        if SCALED:
+            out = out + (y * _rcp(1.0 + _exp2(y)),)
+        else:
+            out = out + (y * _unit_sigmoid(y),)
+        t0, t1, t2 = t1, t2, t3
+    return _stacked(out, C, LEVELS)
+
+
+HALVES: tl.constexpr = tl.constexpr("""{ .reg .b32 a, b;
+cvt.rn.bf16x2.f32 $0, $3, $2;
+shl.b32 a, $0, 16;
+and.b32 b, $0, 0xffff0000;
+sub.f32 a, $2, a;
+sub.f32 b, $3, b;
+cvt.rn.bf16x2.f32 $1, b, a; }""")
 
 
 @triton.jit
 def _halves(x):
-    """x in FP32 as a sum of two in BF16, 2^-18 of it away. Rounds by its bits, and packs pairs: a conversion alone is four times slower."""
-    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
-    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+    """x in FP32 as a sum of two in BF16, 2^-18 of it away; two at a time, for a conversion of one is as slow."""
+    if FLUSH:
+        high, low = tl.inline_asm_elementwise(HALVES, "=r,=r,r,r", [x], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+    else:
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+    return high, low
 
 
 @triton.jit
@@ -77,30 +179,33 @@ def _by_parts(x, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _gram(a, b, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr):
-    """a b^T of rows [C, K] in FP32: exact products, or of halves in BF16, 2^-16 of each product away."""
+def _split(x, SPLIT: tl.constexpr):
     if SPLIT:
-        a_high, a_low = _halves(_by_parts(a, C, K, PARTS))
-        b_high, b_low = _halves(_by_parts(b, C, K, PARTS))
-        b_high, b_low = tl.permute(b_high, [0, 2, 1]), tl.permute(b_low, [0, 2, 1])
-        product = tl.dot(a_low, b_high)
-        product = tl.dot(a_high, b_low, product)
-        return tl.sum(tl.dot(a_high, b_high, product), 0)
-    b = tl.permute(_by_parts(b, C, K, PARTS), [0, 2, 1])
-    return tl.sum(tl.dot(_by_parts(a, C, K, PARTS), b, input_precision="ieee"), 0)
+        return _halves(x)
+    else:
+        return x, x
 
 
 @triton.jit
-def _gram_anchored(
-    q, k, decay_in, g, gcum, total, i, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr
-):  # fmt: skip
-    """Products of rows [C, K] under their decays, split at the middle of the chunk, and k as it leaves the chunk."""
-    middle = tl.sum(tl.where((i <= C // 2)[:, None], g, 0.0), 0)[None, :]
-    left = decay_in * _exp2(-middle)
-    right = k * _exp2(middle - gcum)
-    kk = _gram(k * left, right, C, K, PARTS, SPLIT)
-    qk = _gram(q * left, right, C, K, PARTS, SPLIT)
-    return kk, qk, right * _exp2(total - middle)
+def _matmul(a, b, SPLIT: tl.constexpr):
+    """Of pairs of halves, or of FP32."""
+    if SPLIT:
+        product = tl.dot(a[1], b[0])
+        product = tl.dot(a[0], b[1], product)
+        return tl.dot(a[0], b[0], product)
+    else:
+        return tl.dot(a[0], b[0], input_precision="ieee")
+
+
+@triton.jit
+def _transposed(x):
+    return tl.permute(x[0], [0, 2, 1]), tl.permute(x[1], [0, 2, 1])
+
+
+@triton.jit
+def _gram(a, b, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr):
+    a, b = _split(_by_parts(a, C, K, PARTS), SPLIT), _split(_by_parts(b, C, K, PARTS), SPLIT)
+    return tl.sum(_matmul(a, _transposed(b), SPLIT), 0)
 
 
 @triton.jit
@@ -134,23 +239,33 @@ def _gram_safe(
 
 
 @triton.jit
-def _merged(x, a, i, HALF: tl.constexpr):
+def _merged(x, a, i, HALF: tl.constexpr, SPLIT: tl.constexpr):
     """Inverses of diagonal blocks of 2 HALF rows, from those of HALF rows in x: the corner is -x22 a21 x11."""
     corner = (i // (2 * HALF))[:, None] == (i // (2 * HALF))[None, :]
     corner = corner & (i // HALF % 2 == 1)[:, None] & (i // HALF % 2 == 0)[None, :]
-    corner = tl.where(corner, a, 0.0)
+    corner = tl.where(corner[None, :, :], a, 0.0)
     if HALF == 1:
         return x - corner
-    return x - tl.dot(tl.dot(x, corner, input_precision="ieee"), x, input_precision="ieee")
+    else:
+        x_halves = _split(x, SPLIT)
+        y = _matmul(x_halves, _split(corner, SPLIT), SPLIT)
+        return x - _matmul(_split(y, SPLIT), x_halves, SPLIT)
 
 
 @triton.jit
-def _inverse(a, i, LEVELS: tl.constexpr):
-    """(I + a)^-1 of a strictly lower a [C, C] by forward substitution of blocks, in FP32: a power series loses near-collinear keys."""
-    x = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+def _inverse(a, i, LEVELS: tl.constexpr, SPLIT: tl.constexpr):
+    """(I + a)^-1 of a strictly lower a [PARTS, C, C] by forward substitution of blocks, in FP32: a power series loses near-collinear keys."""
+    x = tl.where((i[:, None] == i[None, :])[None, :, :], 1.0, 0.0)
     for level in tl.static_range(LEVELS):
-        x = _merged(x, a, i, 1 << level)
+        x = _merged(x, a, i, 1 << level, SPLIT)
     return x
+
+
+@triton.jit
+def _store_rows(out, x, stride, C: tl.constexpr, LEVELS: tl.constexpr):
+    rows = _unstacked(x, C, LEVELS)
+    for r in tl.static_range(C):
+        tl.store(out + r * stride, rows[r])
 
 
 @triton.jit(do_not_specialize=["num_slots", "sequences"])
@@ -160,7 +275,7 @@ def kda_prefill_prepare_kernel(
     num_slots, sequences, heads, lower_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     BOUNDED: tl.constexpr, ANCHORED: tl.constexpr, HAS_FRESH: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
-    RATE_MAX: tl.constexpr, LEAST_G: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
+    RATE_MAX: tl.constexpr, LEAST_G: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, V_EARLY: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     head = pid % heads
@@ -175,62 +290,104 @@ def kda_prefill_prepare_kernel(
     token = (begin + first).to(tl.int64)
 
     i = tl.arange(0, C)
-    valid = i < end - begin - first
+    count = end - begin - first
+    valid = i < count
     kk = tl.arange(0, BK)
     vv = tl.arange(0, BV)
-    in_k, in_v = kk < K, vv < V
+    in_k, in_v = True, True
+    if K < BK:
+        in_k = kk < K
+    if V < BV:
+        in_v = vv < V
     column, v_column = head * K + kk, head * V + vv
     blob = pid.to(tl.int64)  # of this chunk and head
-    tile = blob * (C * BK) + i[:, None] * BK + kk[None, :]
     dtype = w_out.dtype.element_ty
 
-    q_y = _conv_rows(
-        q + token * q_stride, q_stride, window, tap_stride, channel_stride, conv_weight, 0, column, first, i, valid, in_k, carried
-    )  # fmt: skip
-    k_y = _conv_rows(
-        k + token * k_stride, k_stride, window, tap_stride, channel_stride, conv_weight, heads * K, column, first, i, valid, in_k, carried
-    )  # fmt: skip
-    q_y *= (tl.rsqrt(tl.sum(q_y * q_y, 1) + EPS) * SCALE)[:, None]
-    k_y *= tl.rsqrt(tl.sum(k_y * k_y, 1) + EPS)[:, None]
-    mask = valid[:, None] & in_k[None, :]
-    x = tl.load(f + token * f_stride + i.to(tl.int64)[:, None] * f_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    x += tl.load(dt_bias + column, mask=in_k, other=0.0)[None, :]
-    log_rate = tl.load(a_log + head)
-    rate = tl.exp(tl.where(log_rate > RATE_MAX, RATE_MAX, log_rate))  # NaN stays NaN
-    if BOUNDED:  # in base 2 from here on
-        g = (lower_bound * LOG2E) * _unit_sigmoid(rate * x)
-    else:
-        g = -rate * LOG2E * softplus(x)
-    if not ANCHORED:
-        g = tl.where(g < LEAST_G * LOG2E, LEAST_G * LOG2E, g)
-    g = tl.where(valid[:, None], g, 0.0)
+    raw_f = _raw_rows(f + token * f_stride, f_stride, column, in_k, count, C)
+    raw_k = _raw(k + token * k_stride, k_stride, window, tap_stride, channel_stride, conv_weight, heads * K, column, first, count, in_k, carried, C, PACKED)
+    raw_q = _raw(q + token * q_stride, q_stride, window, tap_stride, channel_stride, conv_weight, 0, column, first, count, in_k, carried, C, PACKED)
+    if V_EARLY:
+        raw_v = _raw(v + token * v_stride, v_stride, window, tap_stride, channel_stride, conv_weight, 2 * heads * K, v_column, first, count, in_v, carried, C, PACKED)
+    bias = tl.load(dt_bias + column, mask=in_k, other=0.0)
     b = tl.load(beta + token * beta_stride + i.to(tl.int64) * beta_stride + head, mask=valid, other=0.0).to(tl.float32)
     b = tl.where(valid, _unit_sigmoid(b), 0.0)
 
-    gcum = tl.cumsum(g, 0)
-    total = tl.sum(g, 0)[None, :]
-    decay_in = _exp2(gcum)
-    tl.store(decay_out + blob * BK + kk[None, :], _exp2(total))
-    if ANCHORED:
-        gram, qk, k_leaving = _gram_anchored(q_y, k_y, decay_in, g, gcum, total, i, C, BK, PARTS, SPLIT)
+    log_rate = tl.load(a_log + head)
+    rate = tl.exp(tl.where(log_rate > RATE_MAX, RATE_MAX, log_rate))  # NaN stays NaN
+    gates = ()
+    if BOUNDED:
+        rate *= -LOG2E
+        bias *= rate
+    for r in tl.static_range(C):
+        x = raw_f[r].to(tl.float32)
+        if BOUNDED:
+            g = _rcp(1.0 + _exp2(x * rate + bias)) * tl.where(r < count, lower_bound * LOG2E, 0.0)
+        else:
+            g = tl.where(r < count, -rate * LOG2E * softplus(x + bias), 0.0)
+        if not ANCHORED:
+            g = tl.where(g < LEAST_G * LOG2E, LEAST_G * LOG2E, g)
+        gates = gates + (g,)
+    if ANCHORED:  # sums from the middle: the later rows' forward, the earlier ones' backward
+        later, earlier = (tl.zeros([BK], tl.float32),), ()
+        x = tl.zeros([BK], tl.float32)
+        for r in tl.static_range(C // 2 + 1, C):
+            x += gates[r]
+            later = later + (x,)
+        x = tl.zeros([BK], tl.float32)
+        for r in tl.static_range(C // 2):
+            x -= gates[C // 2 - r]
+            earlier = (x,) + earlier
+        middle = gates[0] - x
+        leaving = later[C // 2 - 1]
+        total = middle + leaving
+        gcum = _stacked(earlier + later, C, LEVELS)
     else:
+        x = tl.zeros([BK], tl.float32)
+        sums = ()
+        for r in tl.static_range(C):
+            x += gates[r]
+            sums = sums + (x,)
+        total = x
+        gcum = _stacked(sums, C, LEVELS)
+    tl.store(decay_out + blob * BK + kk, _exp2(total))
+
+    k_y = _conv(raw_k, True, C, LEVELS)
+    k_y *= tl.where(valid, -tl.rsqrt(tl.sum(k_y * k_y, 1) + EPS * LOG2E * LOG2E), 0.0)[:, None]
+    if ANCHORED:
+        left, right = _exp2(gcum), k_y * _exp2(-gcum)
+        _store_rows(k_out + blob * (C * BK) + kk, (right * _exp2(leaving)[None, :]).to(dtype), BK, C, LEVELS)
+        right = _transposed(_split(_by_parts(right, C, BK, PARTS), SPLIT))
+        start = _exp2(middle)[None, :]
+        k_in = k_y * left
+        gram = tl.sum(_matmul(_split(_by_parts(k_in, C, BK, PARTS), SPLIT), right, SPLIT), 0)
+        k_in = _by_parts((k_in * start).to(dtype), C, BK, PARTS)
+        q_y = _conv(raw_q, True, C, LEVELS)
+        q_y *= tl.where(valid, tl.rsqrt(tl.sum(q_y * q_y, 1) + EPS * LOG2E * LOG2E) * -SCALE, 0.0)[:, None]
+        q_in = q_y * left
+        qk = tl.sum(_matmul(_split(_by_parts(q_in, C, BK, PARTS), SPLIT), right, SPLIT), 0)
+        q_in = q_in * start
+    else:
+        q_y = _conv(raw_q, True, C, LEVELS)
+        q_y *= tl.where(valid, tl.rsqrt(tl.sum(q_y * q_y, 1) + EPS * LOG2E * LOG2E) * -SCALE, 0.0)[:, None]
         gram, qk = _gram_safe(q_y, k_y, gcum, i, C, BK, LEVELS, PARTS, SPLIT)
-        k_leaving = k_y * _exp2(total - gcum)
-    tl.store(k_out + tile, k_leaving.to(dtype))
-    tl.store(q_out + tile, (q_y * decay_in).to(dtype))
+        _store_rows(k_out + blob * (C * BK) + kk, (k_y * _exp2(total - gcum)).to(dtype), BK, C, LEVELS)
+        decay = _exp2(gcum)
+        k_in, q_in = _by_parts((k_y * decay).to(dtype), C, BK, PARTS), q_y * decay
+    _store_rows(q_out + blob * (C * BK) + kk, q_in.to(dtype), BK, C, LEVELS)
     square = blob * (C * C) + i[:, None] * C + i[None, :]
     tl.store(aqk_out + square, tl.where(i[:, None] >= i[None, :], qk, 0.0).to(dtype))
 
     akk = tl.where(i[:, None] > i[None, :], gram * b[:, None], 0.0)
-    row_b = tl.sum(tl.where(i[:, None] == i[None, :], b[:, None], 0.0), 0)
-    inverse = (_inverse(akk, i, LEVELS) * row_b[None, :]).to(dtype)
-    w = tl.dot(inverse, (k_y * decay_in).to(dtype), input_precision="ieee")
+    inverse = _inverse(tl.broadcast_to(akk[None, :, :], [PARTS, C, C]), i, LEVELS, SPLIT)
+    inverse = (inverse * b[None, None, :]).to(dtype)
+    w = tl.dot(inverse, k_in, input_precision="ieee")
+    part = tl.arange(0, PARTS)[:, None, None]
+    tile = blob * (C * BK) + i[None, :, None] * BK + part * (BK // PARTS) + tl.arange(0, BK // PARTS)[None, None, :]
     tl.store(w_out + tile, w.to(dtype))
 
-    v_y = _conv_rows(
-        v + token * v_stride, v_stride, window, tap_stride, channel_stride, conv_weight, 2 * heads * K, v_column, first, i, valid, in_v,
-        carried,
-    )  # fmt: skip
+    if not V_EARLY:
+        raw_v = _raw(v + token * v_stride, v_stride, window, tap_stride, channel_stride, conv_weight, 2 * heads * K, v_column, first, count, in_v, carried, C, PACKED)
+    v_y = _by_parts(_conv(raw_v, False, C, LEVELS), C, BV, PARTS)
     if SPLIT:  # v isn't rounded: both halves of it
         if dtype == tl.bfloat16:
             v_high, v_low = _halves(v_y)
@@ -240,4 +397,5 @@ def kda_prefill_prepare_kernel(
         u = tl.dot(inverse, v_high, tl.dot(inverse, v_low))
     else:
         u = tl.dot(inverse, v_y, input_precision="ieee")
-    tl.store(u_out + blob * (C * BV) + vv[None, :] * C + i[:, None], u.to(dtype))  # [V, C], as the scan adds it
+    vv = part * (BV // PARTS) + tl.arange(0, BV // PARTS)[None, None, :]
+    tl.store(u_out + blob * (C * BV) + vv * C + i[None, :, None], u.to(dtype))  # [V, C], as the scan adds it

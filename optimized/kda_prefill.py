@@ -197,7 +197,7 @@ def launch(
         sizes.slots, sizes.sequences, heads, lower_bound or 0.0,
         BV=padded_v, LEVELS=chunk.bit_length() - 1, BOUNDED=lower_bound is not None, ANCHORED=middle,
         SCALE=key_dim**-0.5, EPS=L2_EPS, RATE_MAX=MAX_A_LOG, LEAST_G=least_log_decay(torch.float32),
-        PARTS=prepare_parts, SPLIT=q.dtype != torch.float32, **dims,
+        PARTS=prepare_parts, SPLIT=q.dtype != torch.float32, PACKED=conv_weight.element_size() == 2 and conv_weight.data_ptr() % 8 == 0, V_EARLY=True, **dims,
         num_warps=tile.prepare_warps, maxnreg=tile.registers if middle else None, enable_fp_fusion=True,
     )  # fmt: skip
     kda_prefill_scan_kernel[(sizes.sequences * heads * (padded_v // rows),)](
