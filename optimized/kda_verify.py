@@ -86,7 +86,9 @@ def kda_verify_kernel(
         shifted = tl.load(cu_seqlens + row).to(tl.int64)
     if (slot < 0) | (slot >= num_slots):
         for i in tl.static_range(TOKENS):
-            tl.store(out + (first + i) * out_stride + head * V + value, tl.zeros([TILES, BV], tl.float32).to(out.dtype.element_ty), mask=in_v)
+            tl.store(
+                out + (first + i) * out_stride + head * V + value, tl.zeros([TILES, BV], tl.float32).to(out.dtype.element_ty), mask=in_v
+            )
         return
     carried = slot >= 0
     if HAS_FRESH:
@@ -320,8 +322,8 @@ def verify(
 ) -> Tensor:
     """`reference.kda_verify.verify` as one Triton launch; arguments, pools, caches, errors and return value as there.
 
-    BF16, FP16 or FP32 activations, FP32 or BF16 state. Nothing inside is rounded below FP32, and a replayed draft goes through
-    the same operations as a decoded token. CPU tensors only in Triton's interpreter.
+    BF16, FP16 or FP32 activations, FP32 or BF16 state. Nothing inside is rounded below FP32. CPU tensors only in
+    Triton's interpreter.
     """
     arguments: dict[str, Any] = dict(
         v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
