@@ -164,7 +164,7 @@ def dispatch(
 
     work = Problem(op, model, heads, batch, dtype, state_dtype).workload()
     off = [name.strip() for name in without.split(",") if name.strip()]
-    choices = {arch: dispatch.choose(replace(work, arch=arch), off)} if arch else dispatch.matrix(work, off)
+    choices = {arch: dispatch.choose(replace(work, arch=arch), off)} if arch is not None else dispatch.matrix(work, off)
     title = f"{op} {model}, {heads} heads, batch {batch}, {dtype} activations, {state_dtype} state"
     Console(width=None if Console().is_terminal else 200).print(tables.dispatch(title, choices))
 
@@ -221,7 +221,7 @@ def _default_device() -> str:
 def _device(device: str | None) -> str:
     from parity import problem
 
-    chosen = device or _default_device()
+    chosen = _default_device() if device is None else device
     problem.check_device(chosen)
     _interpret(chosen)
     return chosen

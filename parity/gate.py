@@ -164,8 +164,8 @@ class Tally:
         over = max(self.worst_step[name], ratio.over(limit))
         return {
             "rel_l2": metrics.rel_l2(total), "worst_head": metrics.worst_head(total), "noise_ratio": ratio.tensor,
-            "noise_ratio_head": ratio.head, "worst_step_over": self.worst_step[name], "limit": limit.tensor,
-            "limit_head": limit.head, "would_pass": over,
+            "noise_ratio_head": ratio.head, "near_ties": metrics.excused(total),
+            "worst_step_over": self.worst_step[name], "limit": limit.tensor, "limit_head": limit.head, "would_pass": over,
         }  # fmt: skip
 
     def _ulp_quantile(self, share: float) -> int:

@@ -16,7 +16,7 @@ class Limit:
 
 # Where nothing rounds inside, faults score 30 and more on either.
 FP32_BOUNDARY = Limit(8.0, 24.0, "healthy FP32 boundaries score 1 to 4, their worst head 10")
-ROUNDED_BOUNDARY = Limit(2.0, 6.0, "healthy 16-bit boundaries score under 0.2 beyond half an ulp, at most 1 where a near tie flipped")
+ROUNDED_BOUNDARY = Limit(2.0, 6.0, "healthy 16-bit boundaries score under 0.2 beyond half an ulp, those of flipped near ties taken out")
 
 # A reference that happens to be exact leaves no floor to divide by: a quarter of FP32's unit roundoff, below one rounding.
 LEAST_FLOOR = 2.0**-26
@@ -27,6 +27,8 @@ CONDITIONING = 0.10
 # A value whose tie is this many times its noise away may round either way in a healthy kernel: sums in another order,
 # approximate exp. The noise is the FP32 reference's own, and an FP32 rounding of the value.
 FLIP_NOISE = 8.0
+# Operands of a TF32 product have 10 bits after the leading one, and may be cut off instead of rounded.
+TF32_NOISE = 2.0**-11
 # Another count of live sequences may be another launch configuration, whose sums flip a rounding here and there; a row that
 # belongs to somebody else is wrong by its own size.
 OTHER_CONFIGURATION = 2.0**-7

@@ -128,15 +128,16 @@ def parse(case: str, device: str = "cpu") -> Problem:
         field = problem_fields[key]
         if field.name in values:
             raise ValueError(f"case: {key} stands twice in {case!r}")
-        values[field.name] = _integer(key, value) if field.type is int else value
+        values[field.name] = whole_number(f"case: {key}", value) if field.type is int else value
     return Problem(op, **{"device": device, **values})  # type: ignore[arg-type]
 
 
-def _integer(key: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"case: {key} takes a whole number, got {value!r}") from None
+def whole_number(name: str, value: object) -> int:
+    """The integer that `value` is or that its decimal digits spell; ValueError for anything else."""
+    digits = str(value).strip().removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()):
+        raise ValueError(f"{name}: expected a whole number, got {value!r}")
+    return int(str(value))
 
 
 def _option(name: str) -> str:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from optimized import registry
+from optimized.arch import CPU
 from optimized.registry import Implementation
 from parity import gate, record
 from parity.phases import PHASES
-from parity.problem import Problem, parse
+from parity.problem import Problem, parse, whole_number
 from parity.record import Record, Row, Verdict
 from parity.regimes import DEFAULT_REGIMES
 
@@ -88,12 +89,8 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _integer(name: str, value: Any) -> int:
-    try:
-        if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
-            raise ValueError
-        return int(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name.replace('_', '-')}: expected a whole number, got {value!r}") from None
+    whole = isinstance(value, float) and value.is_integer()
+    return whole_number(name.replace("_", "-"), int(value) if whole else value)
 
 
 @dataclass(frozen=True)
@@ -108,12 +105,14 @@ class Task:
 def tasks(options: Options) -> list[Task]:
     """Every row of a sweep, checked before the first one runs."""
     found = []
-    own = [name for name in options.impl if ":" in name]
-    if own and not options.op:
-        raise ValueError(f"operator: {own[0]} implements one of {', '.join(registry.operators())}; name it before --impl")
+    users = [name for name in options.impl if ":" in name]
+    if users and not options.op:
+        raise ValueError(f"operator: {users[0]} implements one of {', '.join(registry.operators())}; name it before --impl")
     for problem in problems(options):
-        here = tuple(entry.name for entry in registry.implementations(problem.op))
-        elsewhere = {entry.name for op in registry.operators() for entry in registry.implementations(op)}.difference(here)
+        interpreted = problem.workload().arch == CPU
+        here = tuple(entry.name for entry in registry.implementations(problem.op) if not (interpreted and entry.patient))
+        own = {entry.name for entry in registry.implementations(problem.op)}
+        elsewhere = {entry.name for op in registry.operators() for entry in registry.implementations(op)} - own
         names = [name for name in options.impl or here if name not in elsewhere or options.op]
         reference = None if options.reference == gate.REFERENCE else registry.find(problem.op, options.reference)
         found += [Task(problem, registry.find(problem.op, name), reference) for name in names]
@@ -121,9 +120,9 @@ def tasks(options: Options) -> list[Task]:
 
 
 def problems(options: Options) -> list[Problem]:
-    """The problems that options name: cases as they are, operators times the lists."""
+    """The problems that options name, each once: cases as they are, operators times the lists."""
     ops = options.op or registry.operators()
-    return [problem for op in ops for problem in ([parse(op, options.device)] if ":" in op else _product(op, options))]
+    return list(dict.fromkeys(problem for op in ops for problem in ([parse(op, options.device)] if ":" in op else _product(op, options))))
 
 
 def _product(op: str, options: Options) -> Iterator[Problem]:

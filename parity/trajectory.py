@@ -153,7 +153,7 @@ def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) 
         sums += _drift_sums(out, free_out, state, free_state, exact.state)
     drift = _drift(call.number, sums)
     step = Step(call, metrics.joined(outputs), metrics.joined(states), torch.cat(windows), ulps.cpu(), drift)
-    ties.allow(oracle, call, pools.state.dtype, step.output, step.state)
+    ties.allow(oracle, call, pools, step.output, step.state)
     return step
 
 
