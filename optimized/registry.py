@@ -53,6 +53,7 @@ class Implementation:
     supports: Supports
     packages: tuple[str, ...] = ()  # whose versions are part of its identity
     capturable: bool = True  # in a CUDA graph
+    patient: bool = False  # takes a minute a row in Triton's interpreter: swept there when it is named
     function: Callable[..., Any] | None = None  # given as such, not by name
 
     def __post_init__(self) -> None:
@@ -161,8 +162,6 @@ def _fla_runs(work: Workload) -> tuple[bool, str]:
 
 
 def _fla_prefill_runs(work: Workload) -> tuple[bool, str]:
-    if work.arch == CPU:
-        return False, "its chunk kernels tune themselves on a device"
     if work.key_dim > 256:
         return False, "its chunk kernels take K up to 256"
     return _fla_runs(work)
@@ -219,9 +218,11 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "kda.prefill",
             "fla",
             "optimized.peers.fla_prefill:prefill",
-            contracts.CHUNKED,
+            contracts.FLA_CHUNKS,
             (
                 "causal_conv1d_fwd_kernel",
+                "l2norm_fwd_kernel",
+                "fused_beta_sigmoid_fwd_kernel",
                 "kda_gate_chunk_cumsum_vector_kernel",
                 "chunk_kda_fwd_kernel_inter_solve_fused",
                 "recompute_w_u_fwd_kda_kernel",
@@ -232,12 +233,13 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             _fla_prefill_runs,
             ("fla-core", "triton"),
             capturable=False,  # live slots are counted on the host
+            patient=True,
         ),
         Implementation(
             "kda.prefill",
             "flash_kda",
             "optimized.peers.flash_kda:prefill",
-            contracts.CHUNKED,
+            contracts.FLASH_KDA,
             ("causal_conv1d_fwd_kernel", "layer_norm_gated_fwd_kernel"),
             _flash_kda_runs,
             ("tokenspeed-flashkda", "fla-core", "triton"),

@@ -27,6 +27,8 @@ CONDITIONING = 0.10
 # A value whose tie is this many times its noise away may round either way in a healthy kernel: sums in another order,
 # approximate exp. The noise is the FP32 reference's own, and an FP32 rounding of the value.
 FLIP_NOISE = 8.0
+# Operands of a TF32 product have 10 bits after the leading one, and may be cut off instead of rounded.
+TF32_NOISE = 2.0**-11
 # Another count of live sequences may be another launch configuration, whose sums flip a rounding here and there; a row that
 # belongs to somebody else is wrong by its own size.
 OTHER_CONFIGURATION = 2.0**-7

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optimized import registry
+from optimized.arch import CPU
 from optimized.registry import Implementation
 from parity import gate, record
 from parity.phases import PHASES
@@ -104,12 +105,14 @@ class Task:
 def tasks(options: Options) -> list[Task]:
     """Every row of a sweep, checked before the first one runs."""
     found = []
-    own = [name for name in options.impl if ":" in name]
-    if own and not options.op:
-        raise ValueError(f"operator: {own[0]} implements one of {', '.join(registry.operators())}; name it before --impl")
+    users = [name for name in options.impl if ":" in name]
+    if users and not options.op:
+        raise ValueError(f"operator: {users[0]} implements one of {', '.join(registry.operators())}; name it before --impl")
     for problem in problems(options):
-        here = tuple(entry.name for entry in registry.implementations(problem.op))
-        elsewhere = {entry.name for op in registry.operators() for entry in registry.implementations(op)}.difference(here)
+        interpreted = problem.workload().arch == CPU
+        here = tuple(entry.name for entry in registry.implementations(problem.op) if not (interpreted and entry.patient))
+        own = {entry.name for entry in registry.implementations(problem.op)}
+        elsewhere = {entry.name for op in registry.operators() for entry in registry.implementations(op)} - own
         names = [name for name in options.impl or here if name not in elsewhere or options.op]
         reference = None if options.reference == gate.REFERENCE else registry.find(problem.op, options.reference)
         found += [Task(problem, registry.find(problem.op, name), reference) for name in names]
