@@ -189,9 +189,12 @@ def test_pools_that_a_row_does_not_see_are_not_read() -> None:
     """By its last token, not its first: trap 25."""
     given = scored()
     expected = kpool.scores(**given)
-    seen = torch.zeros(8, 4, dtype=torch.bool)
-    for n, p in zip(given["owner"].tolist(), given["position"].tolist(), strict=True):
+    by_token = {name: given[name] for name in ("index_q", "head_weight", "owner", "position")}
+    for t, (n, p) in enumerate(zip(given["owner"].tolist(), given["position"].tolist(), strict=True)):
+        keys = torch.full_like(given["pool_keys"], NAN)
         for j in range((p + 1) // 4):
-            seen[int(given["block_table"][n, j // 4]), j % 4] = True
-    given["pool_keys"][~seen] = NAN
-    assert torch.equal(kpool.scores(**given), expected)
+            page = int(given["block_table"][n, j // 4])
+            keys[page, j % 4] = given["pool_keys"][page, j % 4]
+        alone = {name: x[t : t + 1] for name, x in by_token.items()}
+        got = kpool.scores(**alone, pool_keys=keys, block_table=given["block_table"])
+        torch.testing.assert_close(got, expected[t : t + 1])

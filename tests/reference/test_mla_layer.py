@@ -66,7 +66,9 @@ def test_long_sequences_attend_to_what_the_indexer_selects() -> None:
     for j in range(9):
         prob = (gate[4 * j : 4 * j + 4] + w.index_kpool_compress_ape).softmax(0)
         pools.append((prob * key[4 * j : 4 * j + 4]).sum(0))
-    score = (query @ torch.stack(pools).T).relu().T @ (w.weights_proj @ hidden[37]) / 64
+    score = (query @ torch.stack(pools).T).relu().T @ (w.weights_proj @ hidden[37]) / 8  # 16^-0.5 4^-0.5
+    torch.testing.assert_close(values["pool_key"], torch.stack(pools))
+    torch.testing.assert_close(values["score"][37, :9], score)
     kept = sorted(score.topk(4).indices.tolist())
     visible = torch.zeros(38, 38, dtype=torch.bool)
     visible[37, [4 * j + i for j in kept for i in range(4)] + [36, 37]] = True
