@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from optimized import registry, tiles
+from optimized import registry, tiles, verify_tiles
 from optimized.arch import CPU, GPUS, arch
 from optimized.prefill_tiles import PrefillTile, prefill_tile
 from optimized.registry import Workload
@@ -30,7 +30,7 @@ class Choice:
     rejected: tuple[tuple[str, str], ...]
 
 
-TABLES = {"kda.decode": tiles.TILES, "kda.verify": tiles.VERIFY}
+TABLES = {"kda.decode": tiles.TILES, "kda.verify": verify_tiles.VERIFY}
 RULES = (
     Rule("kda.decode", GPUS, "triton", "the whole cell in one launch, state updated in place by slot"),
     Rule("kda.decode", GPUS, "fla", "conv update, fused recurrence by slot and gated norm in three or more launches"),

@@ -20,7 +20,8 @@ from parity.case import Call, Case, Pools, StepInputs
 from parity.metrics import Moments
 from parity.oracle import Operator, Oracle
 
-SLICE_BYTES = 60_000_000  # of FP64 state at a time
+SLICE_BYTES = 60_000_000  # of FP64 state at a time, or
+SLICE_SHARE = 9  # this part of the pool's bytes, when that is more: few launches, and still less than 6 pools in memory
 ULP_BINS = 4096
 
 
@@ -94,9 +95,10 @@ class FreeRun:
 
 
 def slices(case: Case) -> Iterator[slice]:
-    """Sequences in runs whose FP64 state fits `SLICE_BYTES`."""
+    """Sequences in runs whose FP64 state fits `SLICE_BYTES`, or a share of a large pool."""
     problem, kda = case.problem, case.kda
-    size = max(1, SLICE_BYTES // (problem.heads * kda.key_dim * kda.value_dim * 8))
+    state = problem.heads * kda.key_dim * kda.value_dim  # elements of a sequence
+    size = max(1, max(SLICE_BYTES, problem.batch * state * problem.pool.itemsize // SLICE_SHARE) // (state * 8))
     for start in range(0, problem.batch, size):
         yield slice(start, min(start + size, problem.batch))
 
