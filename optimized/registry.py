@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from optimized import contracts, interpreter
+from optimized import contracts, gemm_tiles, interpreter
 from optimized.arch import CPU
 from reference.points import Contract
 
@@ -35,6 +35,16 @@ class Workload:
     batch: int
     key_dim: int
     value_dim: int
+    lower_bound: float | None = None  # of the gate; None: softplus
+    hidden: int = 0  # of a mixer
+    contexts: int = 0  # sequences of a mixer that are prefilled, before the others
+    rows: int = 0  # of the activations
+    drafts: int = 0  # of a verify
+
+    @property
+    def projected(self) -> int:
+        """Elements of a mixer's [q|k|v|f_a|g_a|b], whose gates have a rank of K."""
+        return self.hidden * (self.heads * (2 * self.key_dim + self.value_dim + 1) + 2 * self.key_dim)
 
 
 Supports = Callable[[Workload], tuple[bool, str]]
@@ -52,15 +62,26 @@ class Implementation:
     supports: Supports
     packages: tuple[str, ...] = ()  # whose versions are part of its identity
     capturable: bool = True  # in a CUDA graph
+    patient: bool = False  # takes a minute a row in Triton's interpreter: swept there when it is named
     function: Callable[..., Any] | None = None  # given as such, not by name
+    prepare: str = ""  # module:function that makes a layer's weights what the callable takes, once
+    contexts: Contract | None = None  # of a mixer's context rows, where it isn't that of the others
+    also: Callable[[Workload], tuple[str, ...]] = lambda work: ()  # kernels that only some workloads launch
 
     def __post_init__(self) -> None:
         if self.contract is not None:
             contracts.check(self.op, self.contract)
+        if self.contexts is not None:
+            contracts.check(self.op, self.contexts)
 
     def load(self) -> Callable[..., Any]:
         """The callable. ImportError when a package is missing; ValueError when the target does not exist."""
-        return self.function or _resolve(self.target)
+        function = self.function or _resolve(self.target)
+        return Prepared(function, _resolve(self.prepare)) if self.prepare else function
+
+    def declared(self, work: Workload) -> tuple[str, ...]:
+        """The kernels it declares to launch for `work`."""
+        return (*self.kernels, *self.also(work))
 
     def source_hash(self, versions: Mapping[str, str | None] | None = None) -> str:
         """Identity of what runs: its sources, those of its project it imports, its contract, and its packages' versions.
@@ -78,6 +99,20 @@ class Implementation:
             known = versions[package] if versions and package in versions else _version(package)
             digest.update(f"{package}={(known or 'None').partition('+')[0]}".encode())  # 2.11.0+cu130 is 2.11.0
         return digest.hexdigest()[:16]
+
+
+class Prepared:
+    """A mixer whose weights are made ready when it first meets a layer, as an engine does at load."""
+
+    def __init__(self, function: Callable[..., Any], prepare: Callable[[Any], Any]) -> None:
+        self.function, self.prepare = function, prepare
+        self.given: Any = None
+        self.ready: Any = None
+
+    def __call__(self, hidden: Any, weights: Any, **arguments: Any) -> Any:
+        if self.given is not weights:
+            self.given, self.ready = weights, self.prepare(weights)
+        return self.function(hidden, self.ready, **arguments)
 
 
 def _version(package: str) -> str | None:
@@ -122,12 +157,19 @@ def _sources(module_name: str, root: Path | None = None, seen: set[str] | None =
 
 
 def _file(module_name: str) -> Path | None:
-    """Where a module's source is; None for what has none, or doesn't exist."""
+    """Where a module's source is; None for what has none, or doesn't exist. Imports nothing: a package may do anything then."""
+    top, *inside = module_name.split(".")
     try:
-        spec = importlib.util.find_spec(module_name)
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError, AttributeError):
         return None
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+    if spec is None:
+        return None
+    if not inside:
+        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    folders = [Path(location, *inside) for location in spec.submodule_search_locations or ()]
+    files = [path for folder in folders for path in (folder.with_name(f"{folder.name}.py"), folder / "__init__.py")]
+    return next(filter(Path.is_file, files), None)
 
 
 def _triton_runs(work: Workload) -> tuple[bool, str]:
@@ -150,6 +192,36 @@ def _fla_runs(work: Workload) -> tuple[bool, str]:
         return False, "its gated norm launches another kernel above 512 values a head"
     runs, reason = _triton_runs(work)
     return runs, f"fla-core {_version('fla-core')}, {reason}" if runs else reason
+
+
+def _fla_mixes(work: Workload) -> tuple[bool, str]:
+    if work.contexts:
+        return False, "its baseline decodes only: no contexts"
+    return (False, "its baseline decodes only: no drafts") if work.drafts else _fla_runs(work)
+
+
+def _mixer_kernels(work: Workload) -> tuple[str, ...]:
+    """Of our mixer: the cells of its phases, and the GEMM where the plan has a tile for it."""
+    plan = gemm_tiles.plan(work.arch, work.dtype, work.rows, work.projected)
+    gemm = ("linear_kernel",) if any((plan.wide, plan.low, plan.gates, plan.out)) else ()
+    contexts = ("kda_prefill_prepare_kernel", "kda_prefill_scan_kernel", "kda_prefill_norm_kernel") if work.contexts else ()
+    generations = ("kda_verify_kernel" if work.drafts else "kda_decode_kernel",) if work.batch > work.contexts else ()
+    return (*gemm, *contexts, *generations)
+
+
+def _fla_prefill_runs(work: Workload) -> tuple[bool, str]:
+    if work.key_dim > 256:
+        return False, "its chunk kernels take K up to 256"
+    return _fla_runs(work)
+
+
+def _flash_kda_runs(work: Workload) -> tuple[bool, str]:
+    if work.arch == CPU or int(work.arch.removeprefix("sm")) < 90:
+        return False, f"its kernels run from sm90 on, not on {work.arch}"
+    from optimized.peers import flash_kda
+
+    runs, reason = flash_kda.supports(work.dtype, work.key_dim, work.value_dim, work.lower_bound)
+    return (runs, f"tokenspeed-flashkda {_version('tokenspeed-flashkda')}, {reason}") if runs else (False, reason)
 
 
 def _torch_runs(work: Workload) -> tuple[bool, str]:
@@ -192,6 +264,37 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
         ),
         Implementation(
             "kda.prefill",
+            "fla",
+            "optimized.peers.fla_prefill:prefill",
+            contracts.FLA_CHUNKS,
+            (
+                "causal_conv1d_fwd_kernel",
+                "l2norm_fwd_kernel",
+                "fused_beta_sigmoid_fwd_kernel",
+                "kda_gate_chunk_cumsum_vector_kernel",
+                "chunk_kda_fwd_kernel_inter_solve_fused",
+                "recompute_w_u_fwd_kda_kernel",
+                "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+                "chunk_gla_fwd_kernel_o",
+                "layer_norm_gated_fwd_kernel",
+            ),
+            _fla_prefill_runs,
+            ("fla-core", "triton"),
+            capturable=False,  # live slots are counted on the host
+            patient=True,
+        ),
+        Implementation(
+            "kda.prefill",
+            "flash_kda",
+            "optimized.peers.flash_kda:prefill",
+            contracts.FLASH_KDA,
+            ("causal_conv1d_fwd_kernel", "layer_norm_gated_fwd_kernel"),
+            _flash_kda_runs,
+            ("tokenspeed-flashkda", "fla-core", "triton"),
+            capturable=False,
+        ),
+        Implementation(
+            "kda.prefill",
             "torch",
             "optimized.peers.eager_prefill:prefill",
             contracts.STAGED,
@@ -209,6 +312,37 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "optimized.peers.eager_verify:verify",
             contracts.STAGED,
             ("aten::bmm", "aten::baddbmm_", "aten::silu"),
+            _torch_runs,
+            ("torch",),
+            capturable=False,
+        ),
+        Implementation(
+            "kda.mixer",
+            "triton",
+            "optimized.kda_mixer:mixer",
+            contracts.MIXER,
+            (),
+            _triton_runs,
+            ("triton",),
+            prepare="optimized.kda_fused:fuse",
+            contexts=contracts.MIXER_PREFILL,
+            also=_mixer_kernels,
+        ),
+        Implementation(
+            "kda.mixer",
+            "fla",
+            "optimized.peers.fla_mixer:mixer",
+            contracts.MIXER_STAGED,
+            ("causal_conv1d_update_kernel", "fused_recurrent_kda_fwd_kernel", "layer_norm_gated_fwd_kernel"),
+            _fla_mixes,
+            ("fla-core", "triton"),
+        ),
+        Implementation(
+            "kda.mixer",
+            "torch",
+            "optimized.peers.eager_mixer:mixer",
+            contracts.MIXER_STAGED,
+            ("aten::mm", "aten::bmm", "aten::baddbmm_", "aten::silu"),
             _torch_runs,
             ("torch",),
             capturable=False,

@@ -7,12 +7,14 @@ from typing import Any
 from optimized import registry
 from parity.problem import DTYPES, STATE_DTYPES
 from parity.regimes import REGIMES
-from reference import kda, kda_verify
-from reference.points import BOUNDARY, KDA, KDA_CELL
+from reference import kda, kda_mixer, kda_verify
+from reference.points import BOUNDARY, KDA, KDA_CELL, KDA_MIXER
 from reference.presets import PRESETS
 
-REFERENCES: dict[str, Callable[..., Any]] = {"kda.decode": kda.decode, "kda.prefill": kda.prefill, "kda.verify": kda_verify.verify}
-POINTS = {"kda.decode": KDA_CELL, "kda.prefill": KDA, "kda.verify": KDA_CELL}
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "kda.decode": kda.decode, "kda.prefill": kda.prefill, "kda.verify": kda_verify.verify, "kda.mixer": kda_mixer.mixer,
+}  # fmt: skip
+POINTS = {"kda.decode": KDA_CELL, "kda.prefill": KDA, "kda.verify": KDA_CELL, "kda.mixer": KDA_MIXER}
 
 
 def signature(op: str) -> inspect.Signature:
