@@ -30,7 +30,7 @@ class Choice:
     rejected: tuple[tuple[str, str], ...]
 
 
-TABLES = {"kda.decode": tiles.TILES, "kda.verify": tiles.VERIFY}
+TABLES = {"kda.decode": tiles.TILES, "kda.verify": tiles.VERIFY, "kda.commit": tiles.VERIFY}
 RULES = (
     Rule("kda.decode", GPUS, "triton", "the whole cell in one launch, state updated in place by slot"),
     Rule("kda.decode", GPUS, "fla", "conv update, fused recurrence by slot and gated norm in three or more launches"),
@@ -46,6 +46,10 @@ RULES = (
     Rule("kda.prefill", (*GPUS, CPU), "torch", "the eager decode token by token on copies of the rows"),
     Rule("kda.verify", GPUS, "triton", "replay, golden token and drafts in one launch, the state read once and stored once"),
     Rule("kda.verify", (*GPUS, CPU), "torch", "the eager decode token by token on copies of the rows"),
+    Rule("kda.commit", GPUS, "triton", "replay in one launch, the state read once and stored once; nothing where nothing is pending"),
+    Rule("kda.commit", (*GPUS, CPU), "torch", "the eager decode of the pending drafts, token by token on copies of the rows"),
+    Rule("kda.verify_offsets", GPUS, "triton", "counts to offsets in one launch, once a forward"),
+    Rule("kda.verify_offsets", (*GPUS, CPU), "torch", "four torch operators, once a forward"),
 )
 
 
@@ -75,10 +79,12 @@ def choose(work: Workload, without: Collection[str] = ()) -> Choice:
     raise ValueError(f"dispatch: nothing runs {work.op} on {work.arch}: {told}")
 
 
-def _tile(work: Workload) -> Tile | PrefillTile:
+def _tile(work: Workload) -> Tile | PrefillTile | None:
     programs = work.batch * work.heads
     if work.op == "kda.prefill":
         return prefill_tile(work.arch, work.dtype, programs)
+    if work.op not in TABLES:
+        return None
     return tiles.tile(work.arch, work.state_dtype, programs, TABLES[work.op])
 
 

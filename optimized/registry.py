@@ -101,6 +101,8 @@ def _resolve(target: str) -> Callable[..., Any]:
 def _sources(module_name: str, root: Path | None = None, seen: set[str] | None = None) -> set[Path]:
     """The module's file, and those of its project (the folder that its top package lies in) and ours that it imports, to any depth."""
     seen = set() if seen is None else seen
+    if root is not None and root.name != "site-packages" and "site-packages" in getattr(_file(module_name.partition(".")[0]), "parts", ()):
+        return set()  # not looked into: finding a module imports the packages it lies in
     path = _file(module_name)
     if module_name in seen or path is None:
         return set()
@@ -163,9 +165,8 @@ def _fla_prefill_runs(work: Workload) -> tuple[bool, str]:
 def _flash_kda_runs(work: Workload) -> tuple[bool, str]:
     if work.arch == CPU or int(work.arch.removeprefix("sm")) < 90:
         return False, f"its kernels run from sm90 on, not on {work.arch}"
-    from optimized.peers import flash_kda
-
-    runs, reason = flash_kda.supports(work.dtype, work.key_dim, work.value_dim, work.lower_bound)
+    supports = _resolve("optimized.peers.flash_kda:supports")  # by name: who imports the registry doesn't depend on a peer's sources
+    runs, reason = supports(work.dtype, work.key_dim, work.value_dim, work.lower_bound)
     return (runs, f"tokenspeed-flashkda {_version('tokenspeed-flashkda')}, {reason}") if runs else (False, reason)
 
 
@@ -260,6 +261,37 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             _torch_runs,
             ("torch",),
             capturable=False,
+        ),
+        Implementation(
+            "kda.commit", "triton", "optimized.kda_verify:commit", contracts.EXACT, ("kda_commit_kernel",), _triton_runs, ("triton",)
+        ),
+        Implementation(
+            "kda.commit",
+            "torch",
+            "optimized.peers.eager_verify:commit",
+            contracts.STAGED,
+            ("aten::bmm", "aten::baddbmm_", "aten::silu"),
+            _torch_runs,
+            ("torch",),
+            capturable=False,
+        ),
+        Implementation(
+            "kda.verify_offsets",
+            "triton",
+            "optimized.kda_offsets:offsets",
+            contracts.EXACT,
+            ("kda_verify_offsets_kernel",),
+            _triton_runs,
+            ("triton",),
+        ),
+        Implementation(
+            "kda.verify_offsets",
+            "torch",
+            "reference.kda_offsets:offsets",
+            contracts.EXACT,
+            ("aten::clamp", "aten::arange"),
+            _torch_runs,
+            ("torch",),
         ),
     )
 }

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from optimized.registry import Implementation
-from parity import invariants, limits, localize, metrics, path, trajectory
+from parity import exactly, invariants, limits, localize, metrics, path, trajectory
 from parity.case import Case
 from parity.metrics import Moments, Ratio
 from parity.oracle import Oracle
 from parity.path import Proof
+from parity.phases import PHASES
 from parity.problem import Problem
 from parity.record import Row, Verdict
 from parity.trajectory import CandidateError, FreeRun, ReferenceError, Step
@@ -64,6 +65,8 @@ def _run(problem: Problem, impl: Implementation, reference: Implementation | Non
     cuda = problem.device.startswith("cuda")
     if cuda:
         torch.cuda.reset_peak_memory_stats(problem.device)
+    if PHASES[problem.op].whole_numbers:
+        return exactly.run(problem, impl)
     case, call = Case(problem), impl.load()
     proof = _prove(case, impl, reference)
     held = invariants.check(case, call, capturable=impl.capturable, library=proof.library)

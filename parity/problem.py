@@ -89,7 +89,10 @@ class Problem:
     @property
     def rows(self) -> int:
         """Rows of the activations in a step."""
-        return (self.tokens if self.batch else 0) if PHASES[self.op].varlen else self.batch * (1 + self.drafts)
+        phase = PHASES[self.op]
+        if phase.flushes or phase.whole_numbers:
+            return 0
+        return (self.tokens if self.batch else 0) if phase.varlen else self.batch * (1 + self.drafts)
 
     @property
     def shape(self) -> Preset:

@@ -130,6 +130,8 @@ def _product(op: str, options: Options) -> Iterator[Problem]:
     drafts = options.drafts if phase.drafted else (0,)
     tokens = options.tokens if phase.varlen else (0,)
     steps = phase.steps[options.device.startswith("cuda")] if options.steps is None else options.steps
+    if phase.whole_numbers:  # no tensor of a model takes part
+        options = replace(options, **{name: getattr(options, name)[:1] for name in ("model", "heads", "dtype", "state_dtype", "regime")})
     cases = itertools.product(options.model, options.heads, options.batch, options.dtype, options.state_dtype, options.regime)
     for case, seed, *runs in itertools.product(cases, options.seed, drafts, tokens):
         yield Problem(op, *case, steps, options.device, seed, *runs)

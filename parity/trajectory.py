@@ -19,6 +19,7 @@ from parity.buffers import same_bits
 from parity.case import Call, Case, Pools, StepInputs
 from parity.metrics import Moments
 from parity.oracle import Operator, Oracle
+from parity.phases import PHASES
 
 SLICE_BYTES = 60_000_000  # of FP64 state at a time
 ULP_BINS = 4096
@@ -104,9 +105,8 @@ def slices(case: Case) -> Iterator[slice]:
 def run(call: Operator, case: Case, pools: Pools, x: dict[str, Tensor], **changed: Any) -> Tensor:
     """One call of an implementation on pools; `changed` replaces arguments. TypeError when what comes back is no output."""
     arguments = {**case.given, **case.settings, **x, **pools.arguments(), **changed}
-    q, k = arguments.pop("q"), arguments.pop("k")
     try:
-        out = call(q, k, **arguments)
+        out = PHASES[case.problem.op].call(call, arguments)
     except (Exception, SystemExit) as error:
         raise CandidateError(error) from error
     _check_output(out, x["q"].dtype, (x["q"].shape[0], case.problem.heads * case.kda.value_dim))
