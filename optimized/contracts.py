@@ -30,13 +30,13 @@ _PROJECTED = dict.fromkeys(("proj_qkv", "proj_f_a", "proj_f", "proj_g_a", "proj_
 MIXER = Contract(rounds=_PROJECTED, points=KDA_MIXER)
 MIXER_PREFILL = Contract(rounds={**_PROJECTED, **PREFILL.rounds}, accumulate=PREFILL.accumulate, points=KDA_MIXER)
 
-CHUNKED = ("kda.prefill", "kda.mixer")  # operators whose reference has the chunk form too
+HAVE_CHUNKS = ("kda.prefill", "kda.mixer")  # operators whose reference has the chunk form too
 
 
 def check(op: str, contract: Contract) -> None:
     """ValueError for a contract that no form of the operator's reference has: a rounding that is passed over would look like a fault."""
     chunked = contract.accumulate != "fp32"
-    if chunked and op not in CHUNKED:
+    if chunked and op not in HAVE_CHUNKS:
         raise ValueError(f"contract: accumulate of {op}, a recurrence, is fp32, got {contract.accumulate!r}")
     own, other = (KDA_CHUNK, KDA_CELL) if chunked else (KDA_CELL, KDA_CHUNK)
     strange = [point for point in contract.rounds if point in other and point not in own]
@@ -44,5 +44,5 @@ def check(op: str, contract: Contract) -> None:
         form = "chunk form" if chunked else "recurrence"
         raise ValueError(
             f"contract: {', '.join(strange)} of {op} can't round, the {form} has no such point; it has {', '.join(own)}"
-            + ("" if chunked or op not in CHUNKED else "; for the chunk form name its accumulate")
+            + ("" if chunked or op not in HAVE_CHUNKS else "; for the chunk form name its accumulate")
         )

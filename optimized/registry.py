@@ -126,12 +126,19 @@ def _sources(module_name: str, root: Path | None = None, seen: set[str] | None =
 
 
 def _file(module_name: str) -> Path | None:
-    """Where a module's source is; None for what has none, or doesn't exist."""
+    """Where a module's source is; None for what has none, or doesn't exist. Imports nothing: a package may do anything then."""
+    top, *inside = module_name.split(".")
     try:
-        spec = importlib.util.find_spec(module_name)
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError, AttributeError):
         return None
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+    if spec is None:
+        return None
+    if not inside:
+        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    folders = [Path(location, *inside) for location in spec.submodule_search_locations or ()]
+    files = [path for folder in folders for path in (folder.with_name(f"{folder.name}.py"), folder / "__init__.py")]
+    return next(filter(Path.is_file, files), None)
 
 
 def _triton_runs(work: Workload) -> tuple[bool, str]:

@@ -21,6 +21,9 @@ KDA_CHUNK = (
 )  # fmt: skip
 KDA = tuple(dict.fromkeys(KDA_CELL[: KDA_CELL.index("state")] + KDA_CHUNK))
 KDA_MIXER = ("proj_qkv", "proj_f_a", "proj_f", "proj_g_a", "proj_g", "proj_b", *KDA, "o_proj")
+INDEXER = ("index_q", "index_k", "pool_gate", "pool_prob", "pool_key", "head_weight", "score")
+MLA_ATTEND = ("latent", "q_absorbed", "logit", "prob", "attended")
+MLA_LAYER = ("q_latent", "query", "kv_latent", *INDEXER, "latent", "q_absorbed", "logit", "prob", "attended", "out", "o_proj")
 BOUNDARY = frozenset({"state", "out"})  # of the cell: what is stored; everything else is interior
 
 ACTIVATION = "activation"  # in a contract: the dtype of the activations of the case

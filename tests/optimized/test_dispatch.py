@@ -154,5 +154,10 @@ def test_the_identity_of_an_implementation_is_its_own_projects_sources(tmp_path:
     before = mine.source_hash()
     (installed / "library_of_others.py").write_text("import os\n")
     assert mine.source_hash() == before
+    (installed / "package_of_others").mkdir()
+    (installed / "package_of_others" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "helper_of_mine.py").write_text("rate = 1\ndef later():\n    import package_of_others.inside\n")
+    assert mine.source_hash() != before
+    (tmp_path / "helper_of_mine.py").write_text("import library_of_others\nrate = 1\n")
     (tmp_path / "helper_of_mine.py").write_text("import library_of_others\nrate = 2\n")
     assert mine.source_hash() != before
