@@ -3,173 +3,21 @@
 A table of names: nothing is imported until an implementation is loaded, so it answers without triton or peers.
 """
 
-import ast
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from optimized import contracts, gemm_tiles, interpreter
 from optimized.arch import CPU
+from optimized.implementation import Implementation, Workload, resolve, version
 from reference.points import Contract
 
 ENTRY_POINTS = "glm_workbench.implementations"
-OURS = Path(__file__).resolve().parents[1]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What an implementation is asked to run, and where: `arch` is `sm90`, ... or `cpu`."""
-
-    op: str
-    arch: str
-    dtype: torch.dtype
-    state_dtype: torch.dtype
-    heads: int
-    batch: int
-    key_dim: int
-    value_dim: int
-    lower_bound: float | None = None  # of the gate; None: softplus
-    hidden: int = 0  # of a mixer
-    contexts: int = 0  # sequences of a mixer that are prefilled, before the others
-    rows: int = 0  # of the activations
-    drafts: int = 0  # of a verify
-
-    @property
-    def projected(self) -> int:
-        """Elements of a mixer's [q|k|v|f_a|g_a|b], whose gates have a rank of K."""
-        return self.hidden * (self.heads * (2 * self.key_dim + self.value_dim + 1) + 2 * self.key_dim)
-
-
-Supports = Callable[[Workload], tuple[bool, str]]
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One implementation. kernels: what it declares to launch; names with `aten::` are torch operators."""
-
-    op: str
-    name: str
-    target: str  # package.module:function
-    contract: Contract | None  # None: none declared, judged against exact gold
-    kernels: tuple[str, ...]
-    supports: Supports
-    packages: tuple[str, ...] = ()  # whose versions are part of its identity
-    capturable: bool = True  # in a CUDA graph
-    patient: bool = False  # takes a minute a row in Triton's interpreter: swept there when it is named
-    function: Callable[..., Any] | None = None  # given as such, not by name
-    prepare: str = ""  # module:function that makes a layer's weights what the callable takes, once
-    contexts: Contract | None = None  # of a mixer's context rows, where it isn't that of the others
-    also: Callable[[Workload], tuple[str, ...]] = lambda work: ()  # kernels that only some workloads launch
-
-    def __post_init__(self) -> None:
-        if self.contract is not None:
-            contracts.check(self.op, self.contract)
-        if self.contexts is not None:
-            contracts.check(self.op, self.contexts)
-
-    def load(self) -> Callable[..., Any]:
-        """The callable. ImportError when a package is missing; ValueError when the target does not exist."""
-        function = self.function or _resolve(self.target)
-        return Prepared(function, _resolve(self.prepare)) if self.prepare else function
-
-    def declared(self, work: Workload) -> tuple[str, ...]:
-        """The kernels it declares to launch for `work`."""
-        return (*self.kernels, *self.also(work))
-
-    def source_hash(self, versions: Mapping[str, str | None] | None = None) -> str:
-        """Identity of what runs: its sources, those of its project it imports, its contract, and its packages' versions.
-
-        versions: of packages on another machine, instead of those installed here.
-        """
-        digest = hashlib.sha256()
-        sources = sorted(_sources(self.target.partition(":")[0]))
-        for path in sources:
-            digest.update(path.read_bytes())
-        if not sources and self.function is not None and hasattr(self.function, "__code__"):  # typed into a session
-            digest.update(self.function.__code__.co_code)
-        digest.update(repr((self.target, self.contract)).encode())
-        for package in self.packages:
-            known = versions[package] if versions and package in versions else _version(package)
-            digest.update(f"{package}={(known or 'None').partition('+')[0]}".encode())  # 2.11.0+cu130 is 2.11.0
-        return digest.hexdigest()[:16]
-
-
-class Prepared:
-    """A mixer whose weights are made ready when it first meets a layer, as an engine does at load."""
-
-    def __init__(self, function: Callable[..., Any], prepare: Callable[[Any], Any]) -> None:
-        self.function, self.prepare = function, prepare
-        self.given: Any = None
-        self.ready: Any = None
-
-    def __call__(self, hidden: Any, weights: Any, **arguments: Any) -> Any:
-        if self.given is not weights:
-            self.given, self.ready = weights, self.prepare(weights)
-        return self.function(hidden, self.ready, **arguments)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _resolve(target: str) -> Callable[..., Any]:
-    module_name, _, function_name = target.partition(":")
-    module = importlib.import_module(module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(f"impl: {module_name} has no function {function_name!r}")
-    return function
-
-
-def _sources(module_name: str, root: Path | None = None, seen: set[str] | None = None) -> set[Path]:
-    """The module's file, and those of its project (the folder that its top package lies in) and ours that it imports, to any depth."""
-    seen = set() if seen is None else seen
-    path = _file(module_name)
-    if module_name in seen or path is None:
-        return set()
-    seen.add(module_name)
-    root = root or path.parents[module_name.count(".") + (path.name == "__init__.py")]
-    installed = "site-packages" in path.parts and root.name != "site-packages"  # a virtual environment inside the project
-    if installed or not (path.is_relative_to(root) or path.is_relative_to(OURS)):
-        return set()
-    found = {path}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = []
-        if isinstance(node, ast.ImportFrom):
-            package = module_name.split(".")[: -node.level] if node.level else []
-            base = ".".join([*package, *filter(None, [node.module])])
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            found |= _sources(name, root, seen)
-    return found
-
-
-def _file(module_name: str) -> Path | None:
-    """Where a module's source is; None for what has none, or doesn't exist. Imports nothing: a package may do anything then."""
-    top, *inside = module_name.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError, AttributeError):
-        return None
-    if spec is None:
-        return None
-    if not inside:
-        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-    folders = [Path(location, *inside) for location in spec.submodule_search_locations or ()]
-    files = [path for folder in folders for path in (folder.with_name(f"{folder.name}.py"), folder / "__init__.py")]
-    return next(filter(Path.is_file, files), None)
 
 
 def _triton_runs(work: Workload) -> tuple[bool, str]:
@@ -180,7 +28,7 @@ def _triton_runs(work: Workload) -> tuple[bool, str]:
     if work.arch == CPU:
         if not interpreter.active():
             return False, "on a CPU it runs in Triton's interpreter only: set TRITON_INTERPRET=1 before Triton is imported"
-        reason = interpreter.unsupported(_version("triton") or "0")
+        reason = interpreter.unsupported(version("triton") or "0")
         return (False, reason) if reason else (True, "Triton's interpreter")
     return True, f"compiled for {work.arch}"
 
@@ -191,7 +39,7 @@ def _fla_runs(work: Workload) -> tuple[bool, str]:
     if work.value_dim > 512:
         return False, "its gated norm launches another kernel above 512 values a head"
     runs, reason = _triton_runs(work)
-    return runs, f"fla-core {_version('fla-core')}, {reason}" if runs else reason
+    return runs, f"fla-core {version('fla-core')}, {reason}" if runs else reason
 
 
 def _fla_mixes(work: Workload) -> tuple[bool, str]:
@@ -218,10 +66,9 @@ def _fla_prefill_runs(work: Workload) -> tuple[bool, str]:
 def _flash_kda_runs(work: Workload) -> tuple[bool, str]:
     if work.arch == CPU or int(work.arch.removeprefix("sm")) < 90:
         return False, f"its kernels run from sm90 on, not on {work.arch}"
-    from optimized.peers import flash_kda
-
-    runs, reason = flash_kda.supports(work.dtype, work.key_dim, work.value_dim, work.lower_bound)
-    return (runs, f"tokenspeed-flashkda {_version('tokenspeed-flashkda')}, {reason}") if runs else (False, reason)
+    supports = resolve("optimized.peers.flash_kda:supports")  # by name: who imports the registry doesn't depend on a peer's sources
+    runs, reason = supports(work.dtype, work.key_dim, work.value_dim, work.lower_bound)
+    return (runs, f"tokenspeed-flashkda {version('tokenspeed-flashkda')}, {reason}") if runs else (False, reason)
 
 
 def _torch_runs(work: Workload) -> tuple[bool, str]:
@@ -317,6 +164,37 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             capturable=False,
         ),
         Implementation(
+            "kda.commit", "triton", "optimized.kda_verify:commit", contracts.EXACT, ("kda_commit_kernel",), _triton_runs, ("triton",)
+        ),
+        Implementation(
+            "kda.commit",
+            "torch",
+            "optimized.peers.eager_verify:commit",
+            contracts.STAGED,
+            ("aten::bmm", "aten::baddbmm_", "aten::silu"),
+            _torch_runs,
+            ("torch",),
+            capturable=False,
+        ),
+        Implementation(
+            "kda.verify_offsets",
+            "triton",
+            "optimized.kda_offsets:offsets",
+            contracts.EXACT,
+            ("kda_verify_offsets_kernel",),
+            _triton_runs,
+            ("triton",),
+        ),
+        Implementation(
+            "kda.verify_offsets",
+            "torch",
+            "reference.kda_offsets:offsets",
+            contracts.EXACT,
+            ("aten::clamp", "aten::arange"),
+            _torch_runs,
+            ("torch",),
+        ),
+        Implementation(
             "kda.mixer",
             "triton",
             "optimized.kda_mixer:mixer",
@@ -400,5 +278,5 @@ def _external(op: str, name: str, target: str) -> Implementation:
         importlib.import_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(f"impl: can't import {module!r}: {error}; run from its folder or install it") from error
-    function = _resolve(target)
+    function = resolve(target)
     return replace(of_function(op, function), name=name, target=target)

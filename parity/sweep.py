@@ -10,7 +10,7 @@ from typing import Any
 
 from optimized import registry
 from optimized.arch import CPU
-from optimized.registry import Implementation
+from optimized.implementation import Implementation
 from parity import gate, record
 from parity.phases import PHASES, Phase
 from parity.problem import Problem, parse, whole_number
@@ -129,6 +129,8 @@ def problems(options: Options) -> list[Problem]:
 def _product(op: str, options: Options) -> Iterator[Problem]:
     phase = PHASES.get(op, PHASES["kda.decode"])  # an operator that does not exist: the problem says so
     steps = phase.steps[options.device.startswith("cuda")] if options.steps is None else options.steps
+    if phase.whole_numbers:  # no tensor of a model takes part
+        options = replace(options, **{name: getattr(options, name)[:1] for name in ("model", "heads", "dtype", "state_dtype", "regime")})
     cases = itertools.product(options.model, options.heads, options.batch, options.dtype, options.state_dtype, options.regime)
     for case, seed, runs in itertools.product(cases, options.seed, _runs(phase, options)):
         yield Problem(op, *case, steps, options.device, seed, *runs)

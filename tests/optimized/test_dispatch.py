@@ -12,7 +12,7 @@ import torch
 
 from optimized import arch, dispatch, registry, tiles
 from optimized.arch import ARCHS, CPU
-from optimized.registry import Workload
+from optimized.implementation import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE = Workload("kda.decode", "sm90", torch.bfloat16, torch.float32, 16, 4, 128, 128)
@@ -109,7 +109,7 @@ import json, sys
 {before}
 import torch
 from optimized import dispatch
-from optimized.registry import Workload
+from optimized.implementation import Workload
 work = Workload("kda.decode", "sm90", torch.bfloat16, torch.float32, 16, 4, 128, 128)
 answers = {{name: [choice.impl, choice.rejected] for name, choice in dispatch.matrix(work).items()}}
 print(json.dumps([answers, [name for name in ("triton", "fla") if sys.modules.get(name)]]))
