@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimized import arch, dispatch, registry, tiles
+from optimized import arch, dispatch, implementation, registry, tiles
 from optimized.arch import ARCHS, CPU
 from optimized.implementation import Workload
 
@@ -190,5 +190,5 @@ def test_a_mixer_declares_the_kernels_of_its_phase() -> None:
 
 def test_a_layers_weights_are_prepared_once() -> None:
     prepared: list[str] = []
-    mixer = registry.Prepared(lambda hidden, weights, **x: weights, lambda weights: prepared.append(weights) or weights.upper())
+    mixer = implementation.Prepared(lambda hidden, weights, **x: weights, lambda weights: prepared.append(weights) or weights.upper())
     assert [mixer(None, "a"), mixer(None, "a"), mixer(None, "b")] == ["A", "A", "B"] and prepared == ["a", "b"]
