@@ -1,6 +1,6 @@
 """Where the implementations round inside, as data. An implementation that rounds nothing inside has an empty contract."""
 
-from reference.points import ACTIVATION, KDA_CELL, KDA_CHUNK, KDA_MIXER, Contract
+from reference.points import ACTIVATION, KDA_CELL, KDA_CHUNK, KDA_MIXER, ChunkForm, Contract
 
 EXACT = Contract()
 # The convolution's output and the core are stored in the activation dtype: eager torch, and FLA's chain of kernels.
@@ -9,8 +9,17 @@ STAGED = Contract(rounds={"conv": ACTIVATION, "core": ACTIVATION})
 PREFILL = Contract(
     rounds=dict.fromkeys(("q_in", "k_in", "k_out", "aqk", "inv", "w", "u", "s_in", "dl", "core"), ACTIVATION), accumulate="mma_bf16"
 )
-# FLA's chunks: normed q and k are stored, and so are the chunk's matrices; FlashKDA's round the same, in chunks of 16.
-CHUNKED = Contract(
+# FLA's chunks: normed q and k are stored before q is scaled, beta meets the operands and not the inverse. Its Gram matrices
+# and its inverse are FP32 until they are stored, from TF32 products on a device.
+FLA_CHUNKS = Contract(
+    rounds=dict.fromkeys(
+        ("conv", "q", "k", "q_in", "k_in", "k_out", "v_in", "aqk", "inv", "w", "u", "s_in", "dl", "core"), ACTIVATION
+    ),
+    accumulate="mma_tf32",
+    form=ChunkForm(chunk=64, scale="products", beta="operands"),
+)  # fmt: skip
+# FlashKDA's: normed q and k, and every operand of its chunks of 16.
+FLASH_KDA = Contract(
     rounds=dict.fromkeys(
         ("conv", "q", "k", "q_in", "k_in", "k_out", "akk", "aqk", "inv", "w", "u", "s_in", "dl", "core"), ACTIVATION
     ),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optimized import arch, contracts, gemm_tiles, interpreter, tiles
+from optimized import arch, contracts, gemm_tiles, interpreter, tiles, verify_tiles
 from optimized.gemm_tiles import GemmTile, MixerPlan
 from optimized.kda_fused import FusedWeights
 from reference import validate, validate_mixer
@@ -151,7 +151,7 @@ def _verify(plan: MixerPlan, q: Tensor, k: Tensor, *, state: Tensor, slots: Tens
 
     sequences, (slot_count, heads, value_dim, key_dim) = slots.shape[0], state.shape
     sizes = validate.KdaSizes(q.shape[0], sequences, heads, key_dim, value_dim, slot_count, replay.drafts)
-    tile = tiles.tile(arch.of_device(str(q.device)), state.dtype, sequences * heads, tiles.VERIFY)
+    tile = tiles.tile(arch.of_device(str(q.device)), state.dtype, sequences * heads, verify_tiles.VERIFY)
     if plan.overlap:
         tile = replace(tile, pdl=False)
     return kda_verify.launch(tile, sizes, q, k, state=state, slots=slots, replay=replay, **given)

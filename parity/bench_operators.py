@@ -18,7 +18,7 @@ from optimized.tiles import PDL, Tile
 from parity.case import Case
 from parity.problem import Problem
 from parity.race import Contender
-from reference import kda_offsets, validate
+from reference import kda_offsets, validate, validate_verify
 from reference.batch import Batch
 from reference.kda_weights import KdaWeights
 
@@ -250,7 +250,7 @@ def _prefill_tiled(tile: PrefillTile, layer: Arguments) -> Callable[[], Any]:
 def _verify_tiled(tile: Tile, layer: Arguments) -> Callable[[], Any]:
     from optimized import kda_verify
 
-    return partial(kda_verify.launch, tile, validate.kda_verify(fresh=None, **layer), **layer)
+    return partial(kda_verify.launch, tile, validate_verify.kda_verify(fresh=None, **layer), **layer)
 
 
 def _mixer_tiled(plan: MixerPlan, layer: Arguments) -> Callable[[], Any]:

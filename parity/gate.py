@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from optimized.registry import Implementation
-from parity import drift, invariants, limits, localize, metrics, path, trajectory
+from optimized.implementation import Implementation
+from parity import drift, exactly, invariants, limits, localize, metrics, path, trajectory
 from parity.case import Case
 from parity.metrics import Moments, Ratio
 from parity.mixer import oracle_of
 from parity.oracle import Oracle
 from parity.path import Proof
+from parity.phases import PHASES
 from parity.problem import Problem
 from parity.record import Row, Verdict
 from parity.trajectory import CandidateError, FreeRun, ReferenceError, Step
@@ -66,6 +67,8 @@ def _run(problem: Problem, impl: Implementation, reference: Implementation | Non
     impl = replace(impl, kernels=impl.declared(problem.workload()))
     if cuda:
         torch.cuda.reset_peak_memory_stats(problem.device)
+    if PHASES[problem.op].whole_numbers:
+        return exactly.run(problem, impl)
     case, call = Case(problem), impl.load()
     proof = _prove(case, impl, reference)
     held = invariants.check(case, call, capturable=impl.capturable, library=proof.library)

@@ -16,7 +16,7 @@ from parity import limits
 from parity.buffers import same_bits
 from parity.case import Case, Pools
 from parity.oracle import Operator
-from parity.phases import anew, no_sequences, reverse
+from parity.phases import PHASES, anew, no_sequences, reverse
 from parity.trajectory import run
 
 
@@ -25,7 +25,8 @@ class Bench:
 
     def __init__(self, case: Case, call: Operator, capturable: bool, library: bool) -> None:
         self.case, self.call, self.capturable, self.library = case, call, capturable, library
-        self.step = 2 if case.problem.drafts else 1  # which has drafts to replay
+        replays = case.problem.drafts > 0 and not PHASES[case.problem.op].flushes
+        self.step = 2 if replays else 1  # with drafts to replay
         self.inputs = case.inputs(self.step)
         self.before: Pools | None = None
         for step in range(1, self.step):
@@ -144,8 +145,10 @@ def _neighbours(bench: Bench) -> bool | None:
     return bench.equals_base(out, pools, slice(0, batch - 1))
 
 
-def _fresh(bench: Bench) -> bool:
+def _fresh(bench: Bench) -> bool | None:
     """A fresh sequence starts from zero whatever its slot holds: NaN, inf, or zeros give the same bits."""
+    if PHASES[bench.case.problem.op].flushes:
+        return None
     place = torch.arange(bench.case.problem.batch, device=bench.base.device)
 
     def filled(value: float, rows: Tensor) -> Callable[[Pools], None]:
@@ -181,7 +184,7 @@ def _reversed_programs(bench: Bench) -> bool | None:
 
 def _graph_replay(bench: Bench) -> bool | None:
     """A graph captured on other inputs and slots gives, on the current ones, what a direct call gives; twice, with a call between."""
-    if bench.base.device.type != "cuda" or not bench.capturable:
+    if bench.base.device.type != "cuda" or not bench.capturable or PHASES[bench.case.problem.op].flushes:
         return None
     pools, x = bench.pools(), bench.case.inputs(bench.step + 1).tensors
     pools.slots.copy_(bench.base_pools.slots.flip(0))

@@ -27,6 +27,8 @@ CONDITIONING = 0.10
 # A value whose tie is this many times its noise away may round either way in a healthy kernel: sums in another order,
 # approximate exp. The noise is the FP32 reference's own, and an FP32 rounding of the value.
 FLIP_NOISE = 8.0
+# Operands of a TF32 product have 10 bits after the leading one, and may be cut off instead of rounded.
+TF32_NOISE = 2.0**-11
 # A tensor core adds 16 products at a time to an FP32 sum and cuts off what doesn't fit: up to an ulp of the sum a step, always
 # toward zero. Half an ulp in 16 products, of a sum as large as its row's usual one, is more than was left to chance.
 MMA_TRUNCATION = 2.0**-24 / 16

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from parity import regimes
 from parity.tokens import Tokens
 from reference import kda_offsets
 from reference.batch import Batch
@@ -22,13 +23,20 @@ if TYPE_CHECKING:
 Made = tuple[dict[str, Tensor], Tokens]
 
 
+def _forward(case: "Case", function: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+    q, k = arguments.pop("q"), arguments.pop("k")
+    return function(q, k, **arguments)
+
+
 @dataclass(frozen=True)
 class Phase:
     """One operator's steps.
 
     make: from a step's activations [T, D], its further arguments and its tokens. mistaken: tokens that a faulty candidate may
-    have run instead, by cause. steps: of a sweep on a CPU, where kernels are interpreted, and on a GPU.  mixed: drafts and tokens choose
-    among the phases of one operator, which decodes without. call: an implementation with the arguments of a step, by name.
+    have run instead, by cause. steps: of a sweep on a CPU, where kernels are interpreted, and on a GPU. mixed: drafts and tokens
+    choose among the phases of one operator, which decodes without. call: an implementation with the arguments of a step of a case,
+    by name. flushes: it takes no rows and returns none, but brings the pools up to date from caches that the harness fills.
+    whole_numbers: judged to the bit by `exactly`, without a case.
     """
 
     make: Callable[["Case", int, dict[str, Tensor]], Made]
@@ -37,7 +45,9 @@ class Phase:
     drafted: bool = False
     varlen: bool = False
     mixed: bool = False
-    call: Callable[["Case", Callable[..., Any], dict[str, Any]], Any] = lambda case, call, x: call(x.pop("q"), x.pop("k"), **x)
+    call: Callable[["Case", Callable[..., Any], dict[str, Any]], Any] = _forward
+    flushes: bool = False
+    whole_numbers: bool = False
 
 
 def _decode(case: "Case", step: int, x: dict[str, Tensor]) -> Made:
@@ -162,9 +172,58 @@ def accepted_counts(case: "Case", step: int) -> Tensor:
     return counts.to(torch.int32)
 
 
+def _commit(case: "Case", step: int, x: dict[str, Tensor]) -> Made:
+    """Drafts of each sequence, raw as a verify leaves them, and how many of them were accepted: any count, at every step."""
+    problem = case.problem
+    counts = torch.randint(0, 2 + problem.drafts, (problem.batch,), generator=case.generator(-step), device=problem.device).to(torch.int32)
+    if problem.batch:
+        counts[step % problem.batch] = 1 + problem.drafts
+    drafts = _drafts(case, step)
+    caches = {"qkv": torch.cat([drafts[name] for name in "qkv"], dim=2), "f": drafts["f"], "beta": drafts["beta"]}
+    return {"accepted": counts, **{f"cached_{name}": value for name, value in caches.items()}}, _flushing(drafts, counts - 1)
+
+
+def _drafts(case: "Case", step: int) -> dict[str, Tensor]:
+    """[N, S, D] each, in the dtype of the case."""
+    problem = case.problem
+    x = regimes.token_inputs(case.regime, case.kda, case.weights["a_log"], problem.batch * problem.drafts, case.generator(2 + step))
+    return {name: value.to(problem.activation).unflatten(0, (problem.batch, problem.drafts)) for name, value in x.items()}
+
+
+def _flushing(drafts: dict[str, Tensor], pending: Tensor) -> Tokens:
+    """The first `pending` drafts of each sequence: none has an output, all are stored."""
+    counts = tuple(pending.clamp(min=0).tolist())
+    return Tokens({name: value[:, : max(counts, default=0)] for name, value in drafts.items()}, counts, counts, counts)
+
+
+def _flushed_otherwise(case: "Case", step: int, x: dict[str, Tensor]) -> dict[str, Tokens]:
+    pending, drafts = _commit(case, step, x)[0]["accepted"] - 1, case.problem.drafts
+    counts = {
+        "one draft too many replayed": (pending + 1).clamp(max=drafts),
+        "one draft too few replayed": pending - 1,
+        "every draft replayed, rejected ones too": torch.full_like(pending, drafts),
+        "no draft replayed": torch.zeros_like(pending),
+    }
+    return {cause: _flushing(_drafts(case, step), count) for cause, count in counts.items()}
+
+
+def _flush(case: "Case", function: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+    """Fill the caches of named slots, NaN past what is pending, and commit; the output has no rows."""
+    replay, slots, accepted = (arguments[name] for name in ("replay", "slots", "accepted"))
+    live = (slots >= 0) & (slots < len(arguments["state"]))
+    past = torch.arange(replay.drafts, device=slots.device) >= accepted[live, None] - 1
+    for name in ("qkv", "f", "beta"):
+        getattr(replay, name)[slots[live].long()] = arguments[f"cached_{name}"][live].masked_fill(past[:, :, None], torch.nan)
+    taken = ("replay", "conv_weight", "a_log", "dt_bias", "slots", "accepted", "lower_bound")
+    function(arguments["state"], arguments["window"], **{name: arguments[name] for name in taken})
+    return torch.empty_like(arguments["v"])
+
+
 PHASES = {
     "kda.decode": Phase(_decode),
     "kda.verify": Phase(_verify, _miscounted, (4, 16), drafted=True, call=_call_verify),
     "kda.prefill": Phase(_prefill, steps=(1, 4), varlen=True),
+    "kda.commit": Phase(_commit, _flushed_otherwise, (4, 16), drafted=True, call=_flush, flushes=True),
+    "kda.verify_offsets": Phase(_decode, steps=(16, 64), drafted=True, whole_numbers=True),
     "kda.mixer": Phase(_mixer, _mixer_miscounted, (4, 64), drafted=True, varlen=True, mixed=True, call=_call_mixer),
 }

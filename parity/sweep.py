@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from optimized import registry
-from optimized.registry import Implementation
+from optimized.arch import CPU
+from optimized.implementation import Implementation
 from parity import gate, record, source
 from parity.phases import PHASES, Phase
 from parity.problem import Problem, parse, whole_number
@@ -110,12 +111,14 @@ class Task:
 def tasks(options: Options) -> list[Task]:
     """Every row of a sweep, checked before the first one runs."""
     found = []
-    own = [name for name in options.impl if ":" in name]
-    if own and not options.op:
-        raise ValueError(f"operator: {own[0]} implements one of {', '.join(registry.operators())}; name it before --impl")
+    users = [name for name in options.impl if ":" in name]
+    if users and not options.op:
+        raise ValueError(f"operator: {users[0]} implements one of {', '.join(registry.operators())}; name it before --impl")
     for problem in problems(options):
-        here = tuple(entry.name for entry in registry.implementations(problem.op))
-        elsewhere = {entry.name for op in registry.operators() for entry in registry.implementations(op)}.difference(here)
+        interpreted = problem.workload().arch == CPU
+        here = tuple(entry.name for entry in registry.implementations(problem.op) if not (interpreted and entry.patient))
+        own = {entry.name for entry in registry.implementations(problem.op)}
+        elsewhere = {entry.name for op in registry.operators() for entry in registry.implementations(op)} - own
         names = [name for name in options.impl or here if name not in elsewhere or options.op]
         reference = None if options.reference == gate.REFERENCE else registry.find(problem.op, options.reference)
         found += [Task(problem, registry.find(problem.op, name), reference) for name in names]
@@ -133,6 +136,8 @@ def problems(options: Options) -> list[Problem]:
 def _product(op: str, options: Options) -> Iterator[Problem]:
     phase = PHASES.get(op, PHASES["kda.decode"])  # an operator that does not exist: the problem says so
     steps = phase.steps[options.device.startswith("cuda")] if options.steps is None else options.steps
+    if phase.whole_numbers:  # no tensor of a model takes part
+        options = replace(options, **{name: getattr(options, name)[:1] for name in ("model", "heads", "dtype", "state_dtype", "regime")})
     cases = itertools.product(options.model, options.heads, options.batch, options.dtype, options.state_dtype, options.regime)
     for case, seed, runs in itertools.product(cases, options.seed, _runs(phase, options)):
         yield Problem(op, *case, steps, options.device, seed, *runs)

@@ -55,7 +55,7 @@ def _excuse(m: Moments, where: tuple[Tensor, ...], candidate: Tensor, gold: Tens
 def _groups(tokens: Tokens, pairs: Tensor) -> Iterator[tuple[Shape, Tensor]]:
     """(sequence, head) pairs whose sequences run alike, so that they can be heads of one sequence."""
     shapes = list(zip(tokens.length, tokens.replayed, tokens.stored, strict=True))
-    for shape in dict.fromkeys(shapes):
+    for shape in (shape for shape in dict.fromkeys(shapes) if shape[0]):  # without a token nothing rounds
         alike = torch.tensor([own == shape for own in shapes], device=pairs.device)
         yield from ((shape, group) for group in pairs[alike[pairs[:, 0]]].split(GROUP) if len(group))
 

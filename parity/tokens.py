@@ -69,7 +69,7 @@ class Tokens:
             i * self.longest + t for i, (skip, end) in enumerate(zip(self.replayed, self.length, strict=True)) for t in range(skip, end)
         ]
         flat = padded.flatten(0, 1)
-        return flat if len(places) == len(flat) else flat[torch.tensor(places, device=flat.device)]
+        return flat if len(places) == len(flat) else flat[torch.tensor(places, dtype=torch.long, device=flat.device)]
 
     def runs(self, token: int) -> Tensor | None:
         """Which sequences have a token so far in, bool [N]; None: all."""

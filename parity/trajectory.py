@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from optimized import contracts
-from optimized.registry import Implementation
+from optimized.implementation import Implementation
 from parity import metrics, ties
 from parity.buffers import same_bits
 from parity.case import Call, Case, Pools, StepInputs
@@ -25,7 +25,8 @@ from parity.oracle import Operator, Oracle, Stored
 from parity.phases import PHASES
 from reference.points import rounding
 
-SLICE_BYTES = 60_000_000  # of FP64 state at a time
+SLICE_BYTES = 60_000_000  # of FP64 state at a time, or
+SLICE_SHARE = 9  # this part of the pool's bytes, when that is more: few launches, and still less than 6 pools in memory
 ULP_BINS = 4096
 
 
@@ -103,9 +104,10 @@ class FreeRun:
 
 
 def slices(case: Case) -> Iterator[slice]:
-    """Sequences in runs whose FP64 state fits `SLICE_BYTES`."""
+    """Sequences in runs whose FP64 state fits `SLICE_BYTES`, or a share of a large pool."""
     problem, kda = case.problem, case.kda
-    size = max(1, SLICE_BYTES // (problem.heads * kda.key_dim * kda.value_dim * 8))
+    state = problem.heads * kda.key_dim * kda.value_dim  # elements of a sequence
+    size = max(1, max(SLICE_BYTES, problem.batch * state * problem.pool.itemsize // SLICE_SHARE) // (state * 8))
     for start in range(0, problem.batch, size):
         yield slice(start, min(start + size, problem.batch))
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference import kda_offsets, validate
+from reference import kda_offsets, validate, validate_verify
 from reference.batch import Batch
 from reference.kda_replay import Replay
 from reference.kda_weights import NAMES, KdaWeights
@@ -20,7 +20,6 @@ from reference.validate import (
     _last_contiguous,
     _norm_eps,
     _pools,
-    _replay,
     _tensor,
 )
 
@@ -104,7 +103,7 @@ def call(
 
 def _verify(batch: Batch, replay: Any, sizes: KdaSizes, layer: MixerSizes) -> None:
     """Caches of the batch's drafts, counts and offsets of its generations."""
-    drafts = _replay(replay, sizes, layer.dtype, layer.dtype, layer.dtype, layer.device).drafts
+    drafts = validate_verify._replay(replay, sizes, layer.dtype, layer.dtype, layer.dtype, layer.device).drafts
     if drafts != batch.drafts:
         _fail("replay", f"caches of {batch.drafts} drafts", drafts, "batch.drafts is the S of the caches")
     count = batch.slots.shape[0] - batch.contexts
@@ -139,6 +138,6 @@ def values(batch: Batch, tokens: int, slot_count: int) -> None:
         validate.offsets(batch.cu_seqlens, tokens - batch.generation_rows)
     if batch.drafts and batch.accepted is not None:
         slots, fresh = batch.slots[batch.contexts :], None if batch.fresh is None else batch.fresh[batch.contexts :]
-        validate.accepted(batch.accepted, slots, slot_count, batch.drafts, fresh)
+        validate_verify.accepted(batch.accepted, slots, slot_count, batch.drafts, fresh)
         if batch.offsets is not None:
-            validate.shared_offsets(batch.offsets, kda_offsets.offsets(batch.accepted, batch.drafts), slots, slot_count)
+            validate_verify.shared_offsets(batch.offsets, kda_offsets.offsets(batch.accepted, batch.drafts), slots, slot_count)

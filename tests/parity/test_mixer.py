@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from optimized import contracts, registry
+from optimized.implementation import Implementation
 from optimized.peers import eager_mixer
-from optimized.registry import Implementation
 from parity import drift, gate, limits, settle, sweep
 from parity.case import Case
 from parity.gate import Tally

@@ -79,6 +79,11 @@ def test_a_sweep_is_the_product_of_its_lists() -> None:
     assert found == list(itertools.product((1, 2), (1, 3), ("bf16", "fp16"), ("torch", "triton")))
 
 
+def test_what_takes_minutes_in_the_interpreter_runs_there_only_when_it_is_named() -> None:
+    assert "fla" not in [task.impl.name for task in sweep.tasks(options(op="kda.prefill", model="tiny"))]
+    assert {task.impl.name for task in sweep.tasks(options(op="kda.prefill", model="tiny", impl="fla"))} == {"fla"}
+
+
 def test_a_case_is_one_problem() -> None:
     work = sweep.tasks(options(op=("kda.decode:model=tiny,heads=3,steps=5",), impl="torch"))
     assert [(task.problem.heads, task.problem.steps) for task in work] == [(3, 5)]
