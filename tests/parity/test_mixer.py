@@ -117,6 +117,14 @@ def test_without_reading_ties_off_the_step_they_are_taken_for_faults(monkeypatch
     assert share(problem, mixers.tensor_cores(1.0, 1), contracts.MIXER)[1] > 10
 
 
+def test_a_gates_sums_show_because_its_ties_are_read_off_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In FP16 every token has near ties in g_a: left open, they hide a product whose sums were kept in BF16."""
+    problem = Problem("kda.mixer", GLM, 2, 2, "fp16", steps=2, seed=1)
+    seen = share(problem, mixers.FAULTS["bf16 sums of proj_g"], contracts.MIXER)[0]
+    monkeypatch.setattr(limits, "DECIDED", float("inf"))
+    assert share(problem, mixers.FAULTS["bf16 sums of proj_g"], contracts.MIXER)[0] < 1 < seen
+
+
 def test_a_tie_is_read_off_the_state_whichever_side_it_fell_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of f, the value nearest its tie is turned, and more values are taken for near: what is settled on is what was used."""
     problem = Problem("kda.mixer", "tiny", steps=1, seed=4)
