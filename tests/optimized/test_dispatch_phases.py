@@ -80,6 +80,11 @@ def test_flash_kda_is_passed_over_with_its_reason(changed: dict[str, object], re
     assert choice.impl == "fla" and choice.rejected[1][0] == "flash_kda" and reason in choice.rejected[1][1]
 
 
+def test_flash_kda_says_where_it_does_not_run(peers: None) -> None:
+    runs, reason = registry.find("kda.prefill", "flash_kda").supports(replace(WORK, arch="sm89"))
+    assert not runs and reason == "its kernels run from sm90 on, not on sm89"
+
+
 def test_a_peer_that_is_not_installed_is_passed_over_with_what_to_install() -> None:
     if installed("flash_kda"):
         pytest.skip("flash_kda is installed")
