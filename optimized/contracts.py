@@ -29,6 +29,7 @@ FLASH_KDA = Contract(
 _PROJECTED = dict.fromkeys(("proj_qkv", "proj_f_a", "proj_f", "proj_g_a", "proj_g", "proj_b", "out"), ACTIVATION)
 MIXER = Contract(rounds=_PROJECTED, points=KDA_MIXER)
 MIXER_PREFILL = Contract(rounds={**_PROJECTED, **PREFILL.rounds}, accumulate=PREFILL.accumulate, points=KDA_MIXER)
+MIXER_STAGED = Contract(rounds={**_PROJECTED, **STAGED.rounds}, points=KDA_MIXER)
 
 HAVE_CHUNKS = ("kda.prefill", "kda.mixer")  # operators whose reference has the chunk form too
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimized import arch, contracts, interpreter, tiles
+from optimized import arch, contracts, interpreter, tiles, verify_tiles
 from optimized.kda_cell import load_rows, shift, sigmoid, store_rows, tap_weights
 from optimized.kda_replay import cached, carried_taps, convolved, decays, l2norms, replay_rows, store_drafts, tokens
 from optimized.kda_run import chained, masked, rows_after, rows_times, stacked, stacked_to, unstacked
@@ -377,4 +377,4 @@ def _checked(
 
 
 def _chosen(state: Tensor, sizes: validate.KdaSizes) -> tiles.Tile:
-    return tiles.tile(arch.of_device(str(state.device)), state.dtype, sizes.sequences * sizes.heads, tiles.VERIFY)
+    return tiles.tile(arch.of_device(str(state.device)), state.dtype, sizes.sequences * sizes.heads, verify_tiles.VERIFY)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from optimized import contracts, interpreter
+from optimized import contracts, gemm_tiles, interpreter
 from optimized.arch import CPU
 from reference.points import Contract
 
@@ -36,6 +36,15 @@ class Workload:
     key_dim: int
     value_dim: int
     lower_bound: float | None = None  # of the gate; None: softplus
+    hidden: int = 0  # of a mixer
+    contexts: int = 0  # sequences of a mixer that are prefilled, before the others
+    rows: int = 0  # of the activations
+    drafts: int = 0  # of a verify
+
+    @property
+    def projected(self) -> int:
+        """Elements of a mixer's [q|k|v|f_a|g_a|b], whose gates have a rank of K."""
+        return self.hidden * (self.heads * (2 * self.key_dim + self.value_dim + 1) + 2 * self.key_dim)
 
 
 Supports = Callable[[Workload], tuple[bool, str]]
@@ -55,14 +64,24 @@ class Implementation:
     capturable: bool = True  # in a CUDA graph
     patient: bool = False  # takes a minute a row in Triton's interpreter: swept there when it is named
     function: Callable[..., Any] | None = None  # given as such, not by name
+    prepare: str = ""  # module:function that makes a layer's weights what the callable takes, once
+    contexts: Contract | None = None  # of a mixer's context rows, where it isn't that of the others
+    also: Callable[[Workload], tuple[str, ...]] = lambda work: ()  # kernels that only some workloads launch
 
     def __post_init__(self) -> None:
         if self.contract is not None:
             contracts.check(self.op, self.contract)
+        if self.contexts is not None:
+            contracts.check(self.op, self.contexts)
 
     def load(self) -> Callable[..., Any]:
         """The callable. ImportError when a package is missing; ValueError when the target does not exist."""
-        return self.function or _resolve(self.target)
+        function = self.function or _resolve(self.target)
+        return Prepared(function, _resolve(self.prepare)) if self.prepare else function
+
+    def declared(self, work: Workload) -> tuple[str, ...]:
+        """The kernels it declares to launch for `work`."""
+        return (*self.kernels, *self.also(work))
 
     def source_hash(self, versions: Mapping[str, str | None] | None = None) -> str:
         """Identity of what runs: its sources, those of its project it imports, its contract, and its packages' versions.
@@ -80,6 +99,20 @@ class Implementation:
             known = versions[package] if versions and package in versions else _version(package)
             digest.update(f"{package}={(known or 'None').partition('+')[0]}".encode())  # 2.11.0+cu130 is 2.11.0
         return digest.hexdigest()[:16]
+
+
+class Prepared:
+    """A mixer whose weights are made ready when it first meets a layer, as an engine does at load."""
+
+    def __init__(self, function: Callable[..., Any], prepare: Callable[[Any], Any]) -> None:
+        self.function, self.prepare = function, prepare
+        self.given: Any = None
+        self.ready: Any = None
+
+    def __call__(self, hidden: Any, weights: Any, **arguments: Any) -> Any:
+        if self.given is not weights:
+            self.given, self.ready = weights, self.prepare(weights)
+        return self.function(hidden, self.ready, **arguments)
 
 
 def _version(package: str) -> str | None:
@@ -161,6 +194,21 @@ def _fla_runs(work: Workload) -> tuple[bool, str]:
         return False, "its gated norm launches another kernel above 512 values a head"
     runs, reason = _triton_runs(work)
     return runs, f"fla-core {_version('fla-core')}, {reason}" if runs else reason
+
+
+def _fla_mixes(work: Workload) -> tuple[bool, str]:
+    if work.contexts:
+        return False, "its baseline decodes only: no contexts"
+    return (False, "its baseline decodes only: no drafts") if work.drafts else _fla_runs(work)
+
+
+def _mixer_kernels(work: Workload) -> tuple[str, ...]:
+    """Of our mixer: the cells of its phases, and the GEMM where the plan has a tile for it."""
+    plan = gemm_tiles.plan(work.arch, work.dtype, work.rows, work.projected)
+    gemm = ("linear_kernel",) if any((plan.wide, plan.low, plan.gates, plan.out)) else ()
+    contexts = ("kda_prefill_prepare_kernel", "kda_prefill_scan_kernel", "kda_prefill_norm_kernel") if work.contexts else ()
+    generations = ("kda_verify_kernel" if work.drafts else "kda_decode_kernel",) if work.batch > work.contexts else ()
+    return (*gemm, *contexts, *generations)
 
 
 def _fla_prefill_runs(work: Workload) -> tuple[bool, str]:
@@ -265,6 +313,37 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "optimized.peers.eager_verify:verify",
             contracts.STAGED,
             ("aten::bmm", "aten::baddbmm_", "aten::silu"),
+            _torch_runs,
+            ("torch",),
+            capturable=False,
+        ),
+        Implementation(
+            "kda.mixer",
+            "triton",
+            "optimized.kda_mixer:mixer",
+            contracts.MIXER,
+            (),
+            _triton_runs,
+            ("triton",),
+            prepare="optimized.kda_fused:fuse",
+            contexts=contracts.MIXER_PREFILL,
+            also=_mixer_kernels,
+        ),
+        Implementation(
+            "kda.mixer",
+            "fla",
+            "optimized.peers.fla_mixer:mixer",
+            contracts.MIXER_STAGED,
+            ("causal_conv1d_update_kernel", "fused_recurrent_kda_fwd_kernel", "layer_norm_gated_fwd_kernel"),
+            _fla_mixes,
+            ("fla-core", "triton"),
+        ),
+        Implementation(
+            "kda.mixer",
+            "torch",
+            "optimized.peers.eager_mixer:mixer",
+            contracts.MIXER_STAGED,
+            ("aten::mm", "aten::bmm", "aten::baddbmm_", "aten::silu"),
             _torch_runs,
             ("torch",),
             capturable=False,

@@ -10,7 +10,7 @@ from torch import Tensor
 from parity import limits
 from parity.case import Case
 from parity.tokens import Tokens
-from reference import kda, kda_chunk, kda_verify
+from reference import kda, kda_chunk, kda_mixer, kda_verify
 from reference.points import At, Contract, exact, flipped, grafted, rounding, tapped, tie_distance
 from reference.precision import full_precision
 
@@ -26,6 +26,29 @@ class Prediction:
     state: Tensor
     window: Tensor
     rounded: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class Stored:
+    """What a candidate's step left: out [T, H, V], state [N, H, V, K], window [N, 3, channels]."""
+
+    out: Tensor
+    state: Tensor
+    window: Tensor
+
+
+@dataclass
+class Judged:
+    """What a step is judged by. window_held: whose windows are what they may be, bool [N]. at: the gold's contract, as a step of a
+    mixer was settled, and cell: the activations that it gave.
+    """
+
+    gold: Prediction
+    exact: Prediction
+    floor: Prediction
+    window_held: Tensor
+    at: At
+    cell: Tokens | None = None
 
 
 class Oracle:
@@ -113,6 +136,13 @@ class Oracle:
             return Prediction(out, spread(gold.state, single.state, turned.state), gold.window)
         return self.predict(tokens, state, window, torch.float32, [grafted(values) for values in gold.rounded])
 
+    def judged(self, tokens: Tokens, state: Tensor, window: Tensor, stored: Stored) -> Judged:
+        """Gold, exact gold and floor of a step from rows, and whether its windows are the raw inputs bit by bit."""
+        gold = self.gold(tokens, state, window)
+        exact = self.exact(tokens, state, window) if self.roundings else gold
+        held = (stored.window == gold.window).flatten(1).all(1)  # raw inputs, which no computation touches
+        return Judged(gold, exact, self.floor(tokens, state, window, gold), held, rounding(self.roundings))
+
     def _watched(self, at: At) -> At:
         def watch(name: str, x: Tensor) -> Tensor:
             if torch.finfo(x.dtype).bits < torch.finfo(self.lowest).bits:
@@ -169,5 +199,15 @@ Operator = Callable[..., Tensor]
 
 def entry_points() -> frozenset[object]:
     """Code of the reference's operators: a candidate that enters one of these is compared with itself."""
-    functions = (kda.decode, kda.prefill, kda.step, kda_chunk.prefill, kda_chunk.chunk_step, kda_verify.verify, kda_verify.commit)
+    functions = (
+        kda.decode,
+        kda.prefill,
+        kda.step,
+        kda_chunk.prefill,
+        kda_chunk.chunk_step,
+        kda_verify.verify,
+        kda_verify.commit,
+        kda_mixer.mixer,
+        kda_mixer.project,
+    )
     return frozenset(getattr(function, "__wrapped__", function).__code__ for function in functions)

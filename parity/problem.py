@@ -21,6 +21,7 @@ RANGES = {
     "batch": (0, 1 << 20),
     "drafts": (0, 7),
     "tokens": (0, 1 << 24),
+    "contexts": (0, 1 << 20),
     "steps": (0, 1 << 20),
     "seed": (-1, (1 << 31) - 1),
 }
@@ -39,8 +40,12 @@ def check_device(device: str) -> None:
 
 @dataclass(frozen=True)
 class Problem:
-    """One row of a sweep. heads: on this rank. batch: sequences. drafts: S of a verify. tokens: of a prefill's
-    step, in all sequences. seed -1: derived from everything else."""
+    """One row of a sweep. heads: on this rank. batch: sequences. drafts: S of a verify. tokens: of a prefill's step, in all
+    its sequences. contexts: of a mixer with tokens, how many sequences these are; the others are generations. seed -1: derived
+    from everything else.
+
+    A mixer decodes; with drafts it verifies, with tokens it prefills, and with contexts it does both in one batch.
+    """
 
     op: str
     model: str = "glm-5.3-flash"
@@ -54,6 +59,7 @@ class Problem:
     seed: int = -1
     drafts: int = 0
     tokens: int = 0
+    contexts: int = 0
 
     def __post_init__(self) -> None:
         from parity.regimes import REGIMES
@@ -72,10 +78,19 @@ class Problem:
         for name, taken, otherwise in (("drafts", phase.drafted, DRAFTS), ("tokens", phase.varlen, TOKENS)):
             if getattr(self, name) and not taken:
                 raise ValueError(f"{name}: {self.op} takes none, got {getattr(self, name)}")
-            if not getattr(self, name) and taken:
+            if not getattr(self, name) and taken and not phase.mixed:
                 object.__setattr__(self, name, otherwise)
+        self._check_contexts(phase.mixed)
         if self.seed < 0:
             object.__setattr__(self, "seed", self._derived_seed())
+
+    def _check_contexts(self, mixed: bool) -> None:
+        if self.contexts and not (mixed and self.tokens):
+            raise ValueError(f"contexts: expected none without tokens of a mixer, got {self.contexts}; they share tokens=N")
+        if self.contexts > self.batch:
+            raise ValueError(f"contexts: expected at most the {self.batch} sequences of the batch, got {self.contexts}")
+        if mixed and self.tokens and self.drafts and self.prefilled == self.batch:
+            raise ValueError(f"drafts: expected none where every sequence is a context, got {self.drafts}; contexts=N leaves some out")
 
     def _derived_seed(self) -> int:
         """Stable over processes. The device and the count of steps are left out: a longer run starts with the same steps."""
@@ -84,15 +99,21 @@ class Problem:
 
     def _shown(self) -> list[Field[Any]]:
         """The fields that mean something to this operator."""
-        return [f for f in fields(self) if f.name not in ("drafts", "tokens") or getattr(self, f.name)]
+        return [f for f in fields(self) if f.name not in ("drafts", "tokens", "contexts") or getattr(self, f.name)]
 
     @property
     def rows(self) -> int:
         """Rows of the activations in a step."""
-        phase = PHASES[self.op]
-        if phase.flushes or phase.whole_numbers:
+        if PHASES[self.op].flushes or PHASES[self.op].whole_numbers:
             return 0
-        return (self.tokens if self.batch else 0) if phase.varlen else self.batch * (1 + self.drafts)
+        return (self.tokens if self.batch else 0) + (self.batch - self.prefilled) * (1 + self.drafts)
+
+    @property
+    def prefilled(self) -> int:
+        """Sequences whose step is tokens of a prefill; the others decode or verify."""
+        if not PHASES[self.op].varlen or (PHASES[self.op].mixed and not self.tokens):
+            return 0
+        return self.contexts or self.batch
 
     @property
     def shape(self) -> Preset:
@@ -111,7 +132,7 @@ class Problem:
         kda = self.shape.kda
         return registry.Workload(
             self.op, arch.of_device(self.device), self.activation, self.pool, self.heads, self.batch, kda.key_dim, kda.value_dim,
-            kda.lower_bound,
+            kda.lower_bound, self.shape.hidden, self.prefilled, self.rows, self.drafts,
         )  # fmt: skip
 
     def __str__(self) -> str:

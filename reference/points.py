@@ -105,7 +105,7 @@ def flipped(dtypes: Mapping[str, torch.dtype], flips: Mapping[str, Tensor]) -> A
 
     def at(name: str, x: Tensor) -> Tensor:
         near = rounded(name, x)
-        return torch.where(flips[name].view_as(x), _other_side(x, near, dtypes[name]), near) if name in flips else near
+        return torch.where(flips[name].view_as(x), other_side(x, near, dtypes[name]), near) if name in flips else near
 
     return at
 
@@ -113,10 +113,10 @@ def flipped(dtypes: Mapping[str, torch.dtype], flips: Mapping[str, Tensor]) -> A
 def tie_distance(x: Tensor, dtype: torch.dtype) -> Tensor:
     """How far each value is from where its rounding to `dtype` changes sides."""
     near = x.to(dtype).to(x.dtype)
-    return ((near + _other_side(x, near, dtype)) / 2 - x).abs()
+    return ((near + other_side(x, near, dtype)) / 2 - x).abs()
 
 
-def _other_side(x: Tensor, near: Tensor, dtype: torch.dtype) -> Tensor:
+def other_side(x: Tensor, near: Tensor, dtype: torch.dtype) -> Tensor:
     """The neighbour of `near`, the rounded x, that lies beyond x."""
     away = torch.where(x.abs() >= near.abs(), 1, -1).to(torch.int16)
     return (near.to(dtype).view(torch.int16) + away).view(dtype).to(x.dtype)

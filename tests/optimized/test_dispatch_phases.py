@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optimized import dispatch, registry, tiles
+from optimized import dispatch, registry, tiles, verify_tiles
 from optimized.arch import CPU
 from optimized.prefill_tiles import prefill_tile
 from optimized.registry import Workload
@@ -37,7 +37,7 @@ def test_every_phase_runs_our_kernel_on_every_sm_version(op: str, sm: int) -> No
     expected = {
         "kda.prefill": prefill_tile(f"sm{sm}", torch.bfloat16, 64),
         "kda.verify_offsets": None,
-    }.get(op, tiles.tile(f"sm{sm}", torch.float32, 64, tiles.VERIFY))
+    }.get(op, tiles.tile(f"sm{sm}", torch.float32, 64, verify_tiles.VERIFY))
     assert choice.tile == expected
 
 

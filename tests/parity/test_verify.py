@@ -139,7 +139,8 @@ def test_drafts_belong_to_verify() -> None:
 def test_a_sweep_of_all_operators_gives_each_what_it_takes() -> None:
     found = {(task.problem.op, task.problem.drafts, task.problem.tokens) for task in sweep.tasks(sweep.Options(drafts=(5,), tokens=(9,)))}
     assert found == {
-        ("kda.decode", 0, 0), ("kda.prefill", 0, 9), ("kda.verify", 5, 0), ("kda.commit", 5, 0), ("kda.verify_offsets", 5, 0),
+        ("kda.decode", 0, 0), ("kda.prefill", 0, 9), ("kda.verify", 5, 0), ("kda.mixer", 5, 0), ("kda.mixer", 0, 9), ("kda.commit", 5, 0),
+        ("kda.verify_offsets", 5, 0),
     }  # fmt: skip
 
 
