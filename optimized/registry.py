@@ -3,24 +3,22 @@
 A table of names: nothing is imported until an implementation is loaded, so it answers without triton or peers.
 """
 
-import ast
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from optimized import contracts, gemm_tiles, interpreter
 from optimized.arch import CPU
+from optimized.sources import sources, version
 from reference.points import Contract
 
 ENTRY_POINTS = "glm_workbench.implementations"
-OURS = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -89,14 +87,14 @@ class Implementation:
         versions: of packages on another machine, instead of those installed here.
         """
         digest = hashlib.sha256()
-        sources = sorted(_sources(self.target.partition(":")[0]))
-        for path in sources:
+        files = sorted(sources(self.target.partition(":")[0]))
+        for path in files:
             digest.update(path.read_bytes())
-        if not sources and self.function is not None and hasattr(self.function, "__code__"):  # typed into a session
+        if not files and self.function is not None and hasattr(self.function, "__code__"):  # typed into a session
             digest.update(self.function.__code__.co_code)
         digest.update(repr((self.target, self.contract)).encode())
         for package in self.packages:
-            known = versions[package] if versions and package in versions else _version(package)
+            known = versions[package] if versions and package in versions else version(package)
             digest.update(f"{package}={(known or 'None').partition('+')[0]}".encode())  # 2.11.0+cu130 is 2.11.0
         return digest.hexdigest()[:16]
 
@@ -115,13 +113,6 @@ class Prepared:
         return self.function(hidden, self.ready, **arguments)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _resolve(target: str) -> Callable[..., Any]:
     module_name, _, function_name = target.partition(":")
     module = importlib.import_module(module_name)
@@ -129,49 +120,6 @@ def _resolve(target: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"impl: {module_name} has no function {function_name!r}")
     return function
-
-
-def _sources(module_name: str, root: Path | None = None, seen: set[str] | None = None) -> set[Path]:
-    """The module's file, and those of its project (the folder that its top package lies in) and ours that it imports, to any depth."""
-    seen = set() if seen is None else seen
-    if root is not None and root.name != "site-packages" and "site-packages" in getattr(_file(module_name.partition(".")[0]), "parts", ()):
-        return set()  # not looked into: finding a module imports the packages it lies in
-    path = _file(module_name)
-    if module_name in seen or path is None:
-        return set()
-    seen.add(module_name)
-    root = root or path.parents[module_name.count(".") + (path.name == "__init__.py")]
-    installed = "site-packages" in path.parts and root.name != "site-packages"  # a virtual environment inside the project
-    if installed or not (path.is_relative_to(root) or path.is_relative_to(OURS)):
-        return set()
-    found = {path}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = []
-        if isinstance(node, ast.ImportFrom):
-            package = module_name.split(".")[: -node.level] if node.level else []
-            base = ".".join([*package, *filter(None, [node.module])])
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            found |= _sources(name, root, seen)
-    return found
-
-
-def _file(module_name: str) -> Path | None:
-    """Where a module's source is; None for what has none, or doesn't exist. Imports nothing: a package may do anything then."""
-    top, *inside = module_name.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError, AttributeError):
-        return None
-    if spec is None:
-        return None
-    if not inside:
-        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-    folders = [Path(location, *inside) for location in spec.submodule_search_locations or ()]
-    files = [path for folder in folders for path in (folder.with_name(f"{folder.name}.py"), folder / "__init__.py")]
-    return next(filter(Path.is_file, files), None)
 
 
 def _triton_runs(work: Workload) -> tuple[bool, str]:
@@ -182,7 +130,7 @@ def _triton_runs(work: Workload) -> tuple[bool, str]:
     if work.arch == CPU:
         if not interpreter.active():
             return False, "on a CPU it runs in Triton's interpreter only: set TRITON_INTERPRET=1 before Triton is imported"
-        reason = interpreter.unsupported(_version("triton") or "0")
+        reason = interpreter.unsupported(version("triton") or "0")
         return (False, reason) if reason else (True, "Triton's interpreter")
     return True, f"compiled for {work.arch}"
 
@@ -193,7 +141,7 @@ def _fla_runs(work: Workload) -> tuple[bool, str]:
     if work.value_dim > 512:
         return False, "its gated norm launches another kernel above 512 values a head"
     runs, reason = _triton_runs(work)
-    return runs, f"fla-core {_version('fla-core')}, {reason}" if runs else reason
+    return runs, f"fla-core {version('fla-core')}, {reason}" if runs else reason
 
 
 def _fla_mixes(work: Workload) -> tuple[bool, str]:
@@ -222,7 +170,7 @@ def _flash_kda_runs(work: Workload) -> tuple[bool, str]:
         return False, f"its kernels run from sm90 on, not on {work.arch}"
     supports = _resolve("optimized.peers.flash_kda:supports")  # by name: who imports the registry doesn't depend on a peer's sources
     runs, reason = supports(work.dtype, work.key_dim, work.value_dim, work.lower_bound)
-    return (runs, f"tokenspeed-flashkda {_version('tokenspeed-flashkda')}, {reason}") if runs else (False, reason)
+    return (runs, f"tokenspeed-flashkda {version('tokenspeed-flashkda')}, {reason}") if runs else (False, reason)
 
 
 def _torch_runs(work: Workload) -> tuple[bool, str]:

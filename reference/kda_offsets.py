@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reference import validate
+from reference import validate, validate_offsets
 from reference.kda_replay import Replay
 
 Offsets = tuple[Tensor, Tensor]
@@ -22,7 +22,7 @@ def offsets(accepted: Tensor, drafts: int) -> Offsets:
     cu_seqlens[n] + pending[n] + i, replayed drafts lie before it, and the first entry may be negative. The last one is
     N (1+S), unshifted. Neither reads the device.
     """
-    validate.verify_offsets(accepted, drafts)
+    validate_offsets.call(accepted, drafts)
     width = 1 + drafts
     pending = (accepted - 1).clamp(0, drafts)
     cu_seqlens = torch.arange(0, (len(accepted) + 1) * width, width, dtype=torch.int32, device=accepted.device)

@@ -279,16 +279,6 @@ def kda_commit(
     return sizes
 
 
-def verify_offsets(accepted: Tensor, drafts: int) -> int:
-    """Structure of `kda.verify_offsets`; the count of requests."""
-    requests = len(accepted) if isinstance(accepted, Tensor) and accepted.ndim == 1 else 0
-    _tensor("accepted", accepted, (requests,), (torch.int32,), accepted.device if isinstance(accepted, Tensor) else None)
-    _contiguous(accepted=accepted)
-    if isinstance(drafts, bool) or not isinstance(drafts, int) or drafts < 0:
-        _fail("drafts", "a count of drafts", drafts, "pass the S of the replay caches")
-    return requests
-
-
 def _replay(
     replay: Replay, sizes: KdaSizes, qkv: torch.dtype, f: torch.dtype | None, beta: torch.dtype | None, device: torch.device
 ) -> KdaSizes:
