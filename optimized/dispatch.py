@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from optimized import gemm_tiles, registry, tiles, verify_tiles
 from optimized.arch import CPU, GPUS, arch
 from optimized.gemm_tiles import MixerPlan
+from optimized.implementation import Workload
 from optimized.prefill_tiles import PrefillTile, prefill_tile
-from optimized.registry import Workload
 from optimized.tiles import Tile
 
 
@@ -47,13 +47,13 @@ RULES = (
     Rule("kda.prefill", (*GPUS, CPU), "torch", "the eager decode token by token on copies of the rows"),
     Rule("kda.verify", GPUS, "triton", "replay, golden token and drafts in one launch, the state read once and stored once"),
     Rule("kda.verify", (*GPUS, CPU), "torch", "the eager decode token by token on copies of the rows"),
-    Rule("kda.mixer", GPUS, "triton", "weights fused at load, the cell reads columns of the projections: four launches at few tokens"),
-    Rule("kda.mixer", GPUS, "fla", "a linear for each weight and the chain of decode kernels"),
-    Rule("kda.mixer", (*GPUS, CPU), "torch", "a linear for each weight and the eager cells"),
     Rule("kda.commit", GPUS, "triton", "replay in one launch, the state read once and stored once; nothing where nothing is pending"),
     Rule("kda.commit", (*GPUS, CPU), "torch", "the eager decode of the pending drafts, token by token on copies of the rows"),
     Rule("kda.verify_offsets", GPUS, "triton", "counts to offsets in one launch, once a forward"),
     Rule("kda.verify_offsets", (*GPUS, CPU), "torch", "four torch operators, once a forward"),
+    Rule("kda.mixer", GPUS, "triton", "weights fused at load, the cell reads columns of the projections: four launches at few tokens"),
+    Rule("kda.mixer", GPUS, "fla", "a linear for each weight and the chain of decode kernels"),
+    Rule("kda.mixer", (*GPUS, CPU), "torch", "a linear for each weight and the eager cells"),
 )
 
 

@@ -147,7 +147,10 @@ def _merged(x, a, i, HALF: tl.constexpr, SPLIT: tl.constexpr):
 
 @triton.jit
 def _inverse(a, i, LEVELS: tl.constexpr, SPLIT: tl.constexpr):
-    """(I + a)^-1 of a strictly lower a [PARTS, C, C] by substitution of blocks, in FP32: a power series loses near-collinear keys."""
+    """(I + a)^-1 of a strictly lower a [PARTS, C, C] by substitution of blocks: a power series loses near-collinear keys.
+
+    Of 16-bit activations, whose inverse is rounded next, the products are of halves in BF16, 2^-16 of each away.
+    """
     x = tl.where((i[:, None] == i[None, :])[None, :, :], 1.0, 0.0)
     for level in tl.static_range(LEVELS):
         x = _merged(x, a, i, 1 << level, SPLIT)

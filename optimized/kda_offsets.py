@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized import interpreter
-from reference import validate_offsets
+from reference import validate_verify
 from reference.kda_offsets import Offsets
 
 interpreter.repair()
@@ -28,7 +28,7 @@ def offsets(accepted: Tensor, drafts: int) -> Offsets:
 
     Reads no value on the host. CPU tensors only in Triton's interpreter.
     """
-    requests = validate_offsets.call(accepted, drafts)
+    requests = validate_verify.verify_offsets(accepted, drafts)
     if accepted.device.type == "cpu":
         interpreter.require("accepted")
     pending, cu_seqlens = torch.empty_like(accepted), accepted.new_empty(requests + 1)

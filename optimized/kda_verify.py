@@ -18,7 +18,7 @@ from optimized import arch, contracts, interpreter, tiles, verify_tiles
 from optimized.kda_cell import load_rows, shift, sigmoid, store_rows, tap_weights
 from optimized.kda_replay import cached, carried_taps, convolved, decays, l2norms, replay_rows, store_drafts, tokens
 from optimized.kda_run import chained, masked, rows_after, rows_times, stacked, stacked_to, unstacked
-from reference import validate
+from reference import validate, validate_verify
 from reference.kda import L2_EPS, MAX_A_LOG
 from reference.kda_offsets import Offsets
 from reference.kda_replay import Replay
@@ -330,7 +330,7 @@ def verify(
         state=state, window=window, replay=replay, slots=slots, accepted=accepted, offsets=offsets, fresh=fresh,
         lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
-    sizes = validate.kda_verify(q, k, **arguments)
+    sizes = validate_verify.kda_verify(q, k, **arguments)
     _checked(sizes, q.dtype, state, slots, accepted, offsets, fresh)
     return launch(_chosen(state, sizes), sizes, q, k, **arguments)
 
@@ -349,7 +349,7 @@ def commit(
 ) -> None:
     """`reference.kda_verify.commit` as one Triton launch; arguments, pools and errors as there."""
     arguments: dict[str, Any] = dict(conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, slots=slots, accepted=accepted)
-    sizes = validate.kda_commit(state, window, replay=replay, lower_bound=lower_bound, **arguments)
+    sizes = validate_verify.kda_commit(state, window, replay=replay, lower_bound=lower_bound, **arguments)
     _checked(sizes, window.dtype, state, slots, accepted)
     if sizes.sequences == 0:
         return

@@ -3,123 +3,21 @@
 A table of names: nothing is imported until an implementation is loaded, so it answers without triton or peers.
 """
 
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from optimized import contracts, gemm_tiles, interpreter
 from optimized.arch import CPU
-from optimized.sources import sources, version
+from optimized.implementation import Implementation, Workload, resolve, version
 from reference.points import Contract
 
 ENTRY_POINTS = "glm_workbench.implementations"
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What an implementation is asked to run, and where: `arch` is `sm90`, ... or `cpu`."""
-
-    op: str
-    arch: str
-    dtype: torch.dtype
-    state_dtype: torch.dtype
-    heads: int
-    batch: int
-    key_dim: int
-    value_dim: int
-    lower_bound: float | None = None  # of the gate; None: softplus
-    hidden: int = 0  # of a mixer
-    contexts: int = 0  # sequences of a mixer that are prefilled, before the others
-    rows: int = 0  # of the activations
-    drafts: int = 0  # of a verify
-
-    @property
-    def projected(self) -> int:
-        """Elements of a mixer's [q|k|v|f_a|g_a|b], whose gates have a rank of K."""
-        return self.hidden * (self.heads * (2 * self.key_dim + self.value_dim + 1) + 2 * self.key_dim)
-
-
-Supports = Callable[[Workload], tuple[bool, str]]
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One implementation. kernels: what it declares to launch; names with `aten::` are torch operators."""
-
-    op: str
-    name: str
-    target: str  # package.module:function
-    contract: Contract | None  # None: none declared, judged against exact gold
-    kernels: tuple[str, ...]
-    supports: Supports
-    packages: tuple[str, ...] = ()  # whose versions are part of its identity
-    capturable: bool = True  # in a CUDA graph
-    patient: bool = False  # takes a minute a row in Triton's interpreter: swept there when it is named
-    function: Callable[..., Any] | None = None  # given as such, not by name
-    prepare: str = ""  # module:function that makes a layer's weights what the callable takes, once
-    contexts: Contract | None = None  # of a mixer's context rows, where it isn't that of the others
-    also: Callable[[Workload], tuple[str, ...]] = lambda work: ()  # kernels that only some workloads launch
-
-    def __post_init__(self) -> None:
-        if self.contract is not None:
-            contracts.check(self.op, self.contract)
-        if self.contexts is not None:
-            contracts.check(self.op, self.contexts)
-
-    def load(self) -> Callable[..., Any]:
-        """The callable. ImportError when a package is missing; ValueError when the target does not exist."""
-        function = self.function or _resolve(self.target)
-        return Prepared(function, _resolve(self.prepare)) if self.prepare else function
-
-    def declared(self, work: Workload) -> tuple[str, ...]:
-        """The kernels it declares to launch for `work`."""
-        return (*self.kernels, *self.also(work))
-
-    def source_hash(self, versions: Mapping[str, str | None] | None = None) -> str:
-        """Identity of what runs: its sources, those of its project it imports, its contract, and its packages' versions.
-
-        versions: of packages on another machine, instead of those installed here.
-        """
-        digest = hashlib.sha256()
-        files = sorted(sources(self.target.partition(":")[0]))
-        for path in files:
-            digest.update(path.read_bytes())
-        if not files and self.function is not None and hasattr(self.function, "__code__"):  # typed into a session
-            digest.update(self.function.__code__.co_code)
-        digest.update(repr((self.target, self.contract)).encode())
-        for package in self.packages:
-            known = versions[package] if versions and package in versions else version(package)
-            digest.update(f"{package}={(known or 'None').partition('+')[0]}".encode())  # 2.11.0+cu130 is 2.11.0
-        return digest.hexdigest()[:16]
-
-
-class Prepared:
-    """A mixer whose weights are made ready when it first meets a layer, as an engine does at load."""
-
-    def __init__(self, function: Callable[..., Any], prepare: Callable[[Any], Any]) -> None:
-        self.function, self.prepare = function, prepare
-        self.given: Any = None
-        self.ready: Any = None
-
-    def __call__(self, hidden: Any, weights: Any, **arguments: Any) -> Any:
-        if self.given is not weights:
-            self.given, self.ready = weights, self.prepare(weights)
-        return self.function(hidden, self.ready, **arguments)
-
-
-def _resolve(target: str) -> Callable[..., Any]:
-    module_name, _, function_name = target.partition(":")
-    module = importlib.import_module(module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(f"impl: {module_name} has no function {function_name!r}")
-    return function
 
 
 def _triton_runs(work: Workload) -> tuple[bool, str]:
@@ -168,7 +66,7 @@ def _fla_prefill_runs(work: Workload) -> tuple[bool, str]:
 def _flash_kda_runs(work: Workload) -> tuple[bool, str]:
     if work.arch == CPU or int(work.arch.removeprefix("sm")) < 90:
         return False, f"its kernels run from sm90 on, not on {work.arch}"
-    supports = _resolve("optimized.peers.flash_kda:supports")  # by name: who imports the registry doesn't depend on a peer's sources
+    supports = resolve("optimized.peers.flash_kda:supports")  # by name: who imports the registry doesn't depend on a peer's sources
     runs, reason = supports(work.dtype, work.key_dim, work.value_dim, work.lower_bound)
     return (runs, f"tokenspeed-flashkda {version('tokenspeed-flashkda')}, {reason}") if runs else (False, reason)
 
@@ -266,37 +164,6 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             capturable=False,
         ),
         Implementation(
-            "kda.mixer",
-            "triton",
-            "optimized.kda_mixer:mixer",
-            contracts.MIXER,
-            (),
-            _triton_runs,
-            ("triton",),
-            prepare="optimized.kda_fused:fuse",
-            contexts=contracts.MIXER_PREFILL,
-            also=_mixer_kernels,
-        ),
-        Implementation(
-            "kda.mixer",
-            "fla",
-            "optimized.peers.fla_mixer:mixer",
-            contracts.MIXER_STAGED,
-            ("causal_conv1d_update_kernel", "fused_recurrent_kda_fwd_kernel", "layer_norm_gated_fwd_kernel"),
-            _fla_mixes,
-            ("fla-core", "triton"),
-        ),
-        Implementation(
-            "kda.mixer",
-            "torch",
-            "optimized.peers.eager_mixer:mixer",
-            contracts.MIXER_STAGED,
-            ("aten::mm", "aten::bmm", "aten::baddbmm_", "aten::silu"),
-            _torch_runs,
-            ("torch",),
-            capturable=False,
-        ),
-        Implementation(
             "kda.commit", "triton", "optimized.kda_verify:commit", contracts.EXACT, ("kda_commit_kernel",), _triton_runs, ("triton",)
         ),
         Implementation(
@@ -326,6 +193,37 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             ("aten::clamp", "aten::arange"),
             _torch_runs,
             ("torch",),
+        ),
+        Implementation(
+            "kda.mixer",
+            "triton",
+            "optimized.kda_mixer:mixer",
+            contracts.MIXER,
+            (),
+            _triton_runs,
+            ("triton",),
+            prepare="optimized.kda_fused:fuse",
+            contexts=contracts.MIXER_PREFILL,
+            also=_mixer_kernels,
+        ),
+        Implementation(
+            "kda.mixer",
+            "fla",
+            "optimized.peers.fla_mixer:mixer",
+            contracts.MIXER_STAGED,
+            ("causal_conv1d_update_kernel", "fused_recurrent_kda_fwd_kernel", "layer_norm_gated_fwd_kernel"),
+            _fla_mixes,
+            ("fla-core", "triton"),
+        ),
+        Implementation(
+            "kda.mixer",
+            "torch",
+            "optimized.peers.eager_mixer:mixer",
+            contracts.MIXER_STAGED,
+            ("aten::mm", "aten::bmm", "aten::baddbmm_", "aten::silu"),
+            _torch_runs,
+            ("torch",),
+            capturable=False,
         ),
     )
 }
@@ -380,5 +278,5 @@ def _external(op: str, name: str, target: str) -> Implementation:
         importlib.import_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(f"impl: can't import {module!r}: {error}; run from its folder or install it") from error
-    function = _resolve(target)
+    function = resolve(target)
     return replace(of_function(op, function), name=name, target=target)

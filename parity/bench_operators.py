@@ -17,7 +17,7 @@ from optimized.tiles import Tile
 from parity.case import Case
 from parity.problem import Problem
 from parity.race import Contender
-from reference import kda_offsets, validate
+from reference import kda_offsets, validate, validate_verify
 
 ROTATED_BYTES = 480 << 20  # eight times an L2 of 60 MB
 MOST_LAYERS = 128
@@ -214,7 +214,7 @@ def _prefill_tiled(tile: PrefillTile, layer: Arguments) -> Callable[[], Any]:
 def _verify_tiled(tile: Tile, layer: Arguments) -> Callable[[], Any]:
     from optimized import kda_verify
 
-    return partial(kda_verify.launch, tile, validate.kda_verify(fresh=None, **layer), **layer)
+    return partial(kda_verify.launch, tile, validate_verify.kda_verify(fresh=None, **layer), **layer)
 
 
 _SHAPES = {"heads": (64, 16), "batch": (1, 16, 64, 256), "regime": ("random",)}

@@ -13,12 +13,12 @@ from reference.points import BOUNDARY, KDA, KDA_CELL, KDA_MIXER
 from reference.presets import PRESETS
 
 REFERENCES: dict[str, Callable[..., Any]] = {
-    "kda.decode": kda.decode, "kda.prefill": kda.prefill, "kda.verify": kda_verify.verify, "kda.mixer": kda_mixer.mixer,
-    "kda.commit": kda_verify.commit, "kda.verify_offsets": kda_offsets.offsets,
+    "kda.decode": kda.decode, "kda.prefill": kda.prefill, "kda.verify": kda_verify.verify, "kda.commit": kda_verify.commit,
+    "kda.verify_offsets": kda_offsets.offsets, "kda.mixer": kda_mixer.mixer,
 }  # fmt: skip
 POINTS: dict[str, tuple[str, ...]] = {
-    "kda.decode": KDA_CELL, "kda.prefill": KDA, "kda.verify": KDA_CELL, "kda.mixer": KDA_MIXER,
-    "kda.commit": KDA_CELL[: KDA_CELL.index("core")], "kda.verify_offsets": (),
+    "kda.decode": KDA_CELL, "kda.prefill": KDA, "kda.verify": KDA_CELL, "kda.commit": KDA_CELL[: KDA_CELL.index("core")],
+    "kda.verify_offsets": (), "kda.mixer": KDA_MIXER,
 }  # fmt: skip
 
 

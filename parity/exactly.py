@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimized.registry import Implementation
+from optimized.implementation import Implementation
 from parity import path
 from parity.buffers import same_bits
 from parity.problem import Problem

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from optimized.registry import Implementation
+from optimized.implementation import Implementation
 from parity import drift, exactly, invariants, limits, localize, metrics, path, trajectory
 from parity.case import Case
 from parity.metrics import Moments, Ratio

@@ -29,9 +29,8 @@ class Phase:
     make: from a step's activations [T, D], its further arguments and its tokens. mistaken: tokens that a faulty candidate may
     have run instead, by cause. steps: of a sweep on a CPU, where kernels are interpreted, and on a GPU. history: steps before
     the first that the invariants look at, so that it has drafts to replay. mixed: drafts and tokens choose among the phases of
-    one operator. call: an implementation with the arguments of a step, by name.
-    flushes: it takes no rows and returns none, but brings the pools up to date from caches that the harness fills.
-    whole_numbers: judged to the bit by `exactly`, without a case.
+    one operator. call: an implementation with the arguments of a step, by name. flushes: it takes no rows and returns none, but
+    brings the pools up to date from caches that the harness fills. whole_numbers: judged to the bit by `exactly`, without a case.
     """
 
     make: Callable[["Case", int, dict[str, Tensor]], Made]
@@ -41,7 +40,7 @@ class Phase:
     varlen: bool = False
     history: int = 0
     mixed: bool = False
-    call: Callable[[Callable[..., Any], dict[str, Any]], Any] = lambda call, x: call(x.pop("q"), x.pop("k"), **x)
+    call: Callable[[Callable[..., Any], dict[str, Any]], Any] = _forward
     flushes: bool = False
     whole_numbers: bool = False
 
@@ -204,7 +203,7 @@ PHASES = {
     "kda.decode": Phase(_decode),
     "kda.verify": Phase(_verify, _miscounted, (4, 16), drafted=True, history=1),
     "kda.prefill": Phase(_prefill, steps=(1, 4), varlen=True),
-    "kda.mixer": Phase(_mixer, steps=(4, 64), drafted=True, varlen=True, mixed=True, call=_call_mixer),
     "kda.commit": Phase(_commit, _flushed_otherwise, (4, 16), drafted=True, call=_flush, flushes=True),
     "kda.verify_offsets": Phase(_decode, steps=(16, 64), drafted=True, whole_numbers=True),
+    "kda.mixer": Phase(_mixer, steps=(4, 64), drafted=True, varlen=True, mixed=True, call=_call_mixer),
 }

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from optimized import arch, registry
+from optimized.implementation import Workload
 from parity.phases import PHASES
 from reference.points import DTYPES
 from reference.presets import Preset, preset
@@ -127,10 +128,10 @@ class Problem:
     def pool(self) -> torch.dtype:
         return STATE_DTYPES[self.state_dtype]
 
-    def workload(self) -> registry.Workload:
+    def workload(self) -> Workload:
         """What an implementation is asked whether it supports."""
         kda = self.shape.kda
-        return registry.Workload(
+        return Workload(
             self.op, arch.of_device(self.device), self.activation, self.pool, self.heads, self.batch, kda.key_dim, kda.value_dim,
             kda.lower_bound, self.shape.hidden, self.prefilled, self.rows, self.drafts,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 from optimized import registry
 from optimized.arch import CPU
-from optimized.registry import Implementation
+from optimized.implementation import Implementation
 from parity import gate, record
 from parity.phases import PHASES, Phase
 from parity.problem import Problem, parse, whole_number

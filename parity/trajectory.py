@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from optimized import contracts
-from optimized.registry import Implementation
+from optimized.implementation import Implementation
 from parity import metrics, ties
 from parity.buffers import same_bits
 from parity.case import Call, Case, Pools, StepInputs

@@ -51,7 +51,7 @@ def refused(run: Run) -> str:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nosuch"], "kda.verify, kda.commit, kda.verify_offsets, got 'nosuch'"),
+        (["nosuch"], "kda.verify_offsets, kda.mixer, got 'nosuch'"),
         (["kda.decode:heads=two"], "heads: expected a whole number, got 'two'"),
         (["--model", "nosuch"], "model: expected one of glm-5.3-flash, kimi-linear-48b, tiny, got 'nosuch'"),
         (["kda.decode", "--impl", "nosuch"], "impl: expected one of triton, fla, torch or package.module:function, got 'nosuch'"),
@@ -96,7 +96,7 @@ def test_a_device_that_is_not_here_is_refused(command: Command, arguments: list[
     [
         (["--arch", "sm999"], "arch: expected one of sm80, "),
         (["--arch", ""], "arch: expected one of sm80, "),
-        (["nosuch"], "kda.verify, kda.commit, kda.verify_offsets, got 'nosuch'"),
+        (["nosuch"], "kda.verify_offsets, kda.mixer, got 'nosuch'"),
         (["--model", "nosuch"], "model: expected one of"),
         (["--dtype", "fp8"], "dtype: expected one of"),
         (["--heads", "0"], "heads: expected 1 to 4096"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optimized.peers import eager
-from reference import kda_offsets, validate
+from reference import kda_offsets, validate, validate_verify
 from reference.kda_replay import Replay
 from reference.kda_verify import checked_offsets
 
@@ -38,7 +38,7 @@ def verify(
 ) -> Tensor:
     """`reference.kda_verify.verify` in eager torch; arguments, pools, caches, errors and return value as there."""
     weights = dict(conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight)
-    sizes = validate.kda_verify(
+    sizes = validate_verify.kda_verify(
         q, k, v=v, f=f, beta=beta, gate=gate, **weights, state=state, window=window, replay=replay, slots=slots, accepted=accepted,
         offsets=offsets, fresh=fresh, lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def commit(
 ) -> None:
     """`reference.kda_verify.commit` in eager torch; arguments, pools and errors as there."""
     arguments: dict[str, Any] = dict(conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound)
-    sizes = validate.kda_commit(state, window, replay=replay, slots=slots, accepted=accepted, **arguments)
+    sizes = validate_verify.kda_commit(state, window, replay=replay, slots=slots, accepted=accepted, **arguments)
     validate.kernel_dtypes(window.dtype, state.dtype, "window")
     if state.device.type == "cpu":
         checked_offsets(sizes, slots, accepted)

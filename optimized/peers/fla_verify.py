@@ -15,7 +15,7 @@ from torch import Tensor
 
 from optimized import interpreter
 from optimized.peers.fla import _row_inside
-from reference import validate
+from reference import validate, validate_verify
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its greetings, as in `fla`
@@ -44,15 +44,15 @@ def verify_snapshots(
     norm_eps: float = 1e-5,
 ) -> Tensor:
     """`reference.kda_verify.verify_snapshots` with FLA's kernels; arguments, pools, errors and return value as there."""
-    sizes = validate.kda_snapshots(
+    sizes = validate_verify.kda_snapshots(
         q, k, v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
         state=state, window=window, slots=slots, accepted=accepted, fresh=fresh, lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
     validate.kernel_dtypes(q.dtype, state.dtype)
     if q.device.type == "cpu":
         interpreter.require("q")
-        validate.snapshots(slots, sizes.slots)
-        validate.accepted(accepted, slots[:, 0], sizes.slots, sizes.drafts, fresh)
+        validate_verify.snapshots(slots, sizes.slots)
+        validate_verify.accepted(accepted, slots[:, 0], sizes.slots, sizes.drafts, fresh)
     n, width, heads = sizes.sequences, 1 + sizes.drafts, sizes.heads
     if q.numel() == 0 or sizes.slots == 0:
         return torch.zeros_like(v)
@@ -109,7 +109,7 @@ def prepared(
     slots: Tensor, accepted: Tensor, **given: Any,
 ) -> Callable[[], Tensor]:  # fmt: skip
     """FLA's recurrence and norm alone, for timing: the convolution done and inputs contiguous beforehand. No padding."""
-    sizes = validate.kda_snapshots(
+    sizes = validate_verify.kda_snapshots(
         q, k, v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, state=state, window=window, slots=slots, accepted=accepted,
         fresh=None, **given,
     )  # fmt: skip

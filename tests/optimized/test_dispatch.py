@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimized import arch, dispatch, registry, tiles
+from optimized import arch, dispatch, implementation, registry, tiles
 from optimized.arch import ARCHS, CPU
-from optimized.registry import Workload
+from optimized.implementation import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE = Workload("kda.decode", "sm90", torch.bfloat16, torch.float32, 16, 4, 128, 128)
@@ -109,7 +109,7 @@ import json, sys
 {before}
 import torch
 from optimized import dispatch
-from optimized.registry import Workload
+from optimized.implementation import Workload
 work = Workload("kda.decode", "sm90", torch.bfloat16, torch.float32, 16, 4, 128, 128)
 answers = {{name: [choice.impl, choice.rejected] for name, choice in dispatch.matrix(work).items()}}
 print(json.dumps([answers, [name for name in ("triton", "fla") if sys.modules.get(name)]]))
@@ -190,5 +190,5 @@ def test_a_mixer_declares_the_kernels_of_its_phase() -> None:
 
 def test_a_layers_weights_are_prepared_once() -> None:
     prepared: list[str] = []
-    mixer = registry.Prepared(lambda hidden, weights, **x: weights, lambda weights: prepared.append(weights) or weights.upper())
+    mixer = implementation.Prepared(lambda hidden, weights, **x: weights, lambda weights: prepared.append(weights) or weights.upper())
     assert [mixer(None, "a"), mixer(None, "a"), mixer(None, "b")] == ["A", "A", "B"] and prepared == ["a", "b"]

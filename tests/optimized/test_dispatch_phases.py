@@ -8,8 +8,8 @@ import torch
 
 from optimized import dispatch, registry, tiles, verify_tiles
 from optimized.arch import CPU
+from optimized.implementation import Workload
 from optimized.prefill_tiles import prefill_tile
-from optimized.registry import Workload
 from optimized.tiles import Tile
 
 SMS = (80, 89, 90, 100, 103, 107, 120)

@@ -13,7 +13,7 @@ from optimized import interpreter
 from parity import limits, metrics
 from parity.buffers import same_bits
 from reference import kda_verify as reference
-from reference import validate
+from reference import validate_verify
 from reference.kda_offsets import VerifyOffsets
 from reference.kda_replay import Replay
 from reference.points import Contract, rounding
@@ -97,7 +97,7 @@ def launched(tile: Tile) -> Verify:
     def verify(**given: Any) -> Tensor:
         given = {"offsets": None, "fresh": None, **given}
         q, k = given.pop("q"), given.pop("k")
-        return kda_verify.launch(tile, validate.kda_verify(q, k, **given), q, k, **given)
+        return kda_verify.launch(tile, validate_verify.kda_verify(q, k, **given), q, k, **given)
 
     return verify
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from optimized import registry
+from optimized.implementation import Implementation
 from optimized.peers import eager_verify
-from optimized.registry import Implementation
 from parity import exactly, gate, sweep
 from parity.case import Case
 from parity.problem import Problem

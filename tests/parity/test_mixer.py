@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from optimized import contracts, registry
-from optimized.registry import Implementation
+from optimized.implementation import Implementation
 from parity import drift, gate, limits, settle, sweep
 from parity.case import Case
 from parity.gate import Tally
