@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 Made = tuple[dict[str, Tensor], Tokens]
 
 
+def _forward(function: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+    q, k = arguments.pop("q"), arguments.pop("k")
+    return function(q, k, **arguments)
+
+
 @dataclass(frozen=True)
 class Phase:
     """One operator's steps.

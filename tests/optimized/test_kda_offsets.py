@@ -51,7 +51,7 @@ def test_one_launch_whatever_the_requests() -> None:
     ("accepted", "drafts", "says"),
     [
         (torch.zeros(3), 2, "accepted: expected dtype int32"),
-        (torch.zeros(3, 1, dtype=torch.int32), 2, r"accepted: expected shape \[3\], got \[3, 1\]"),
+        (torch.zeros(3, 1, dtype=torch.int32), 2, r"accepted: expected shape \[0\], got \[3, 1\]"),
         (torch.zeros(6, dtype=torch.int32)[::2], 2, "accepted: expected "),
         ([1, 2], 2, "accepted: expected a tensor"),
         (int32(1), -1, "drafts: expected a count of drafts, got -1"),
