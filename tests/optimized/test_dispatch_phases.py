@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optimized import dispatch, registry, tiles
+from optimized import dispatch, registry, tiles, verify_tiles
 from optimized.arch import CPU
 from optimized.implementation import Workload
 from optimized.prefill_tiles import prefill_tile
@@ -37,7 +37,7 @@ def test_every_phase_runs_our_kernel_on_every_sm_version(op: str, sm: int) -> No
     expected = {
         "kda.prefill": prefill_tile(f"sm{sm}", torch.bfloat16, 64),
         "kda.verify_offsets": None,
-    }.get(op, tiles.tile(f"sm{sm}", torch.float32, 64, tiles.VERIFY))
+    }.get(op, tiles.tile(f"sm{sm}", torch.float32, 64, verify_tiles.VERIFY))
     assert choice.tile == expected
 
 
@@ -78,6 +78,11 @@ def test_a_switched_off_prefill_falls_to_the_peers_that_run_there(sm: int, peers
 def test_flash_kda_is_passed_over_with_its_reason(changed: dict[str, object], reason: str, peers: None) -> None:
     choice = dispatch.choose(replace(WORK, **changed), without=["triton"])  # type: ignore[arg-type]
     assert choice.impl == "fla" and choice.rejected[1][0] == "flash_kda" and reason in choice.rejected[1][1]
+
+
+def test_flash_kda_says_where_it_does_not_run(peers: None) -> None:
+    runs, reason = registry.find("kda.prefill", "flash_kda").supports(replace(WORK, arch="sm89"))
+    assert not runs and reason == "its kernels run from sm90 on, not on sm89"
 
 
 def test_a_peer_that_is_not_installed_is_passed_over_with_what_to_install() -> None:
