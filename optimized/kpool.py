@@ -96,7 +96,7 @@ def kpool_select_kernel(
     wanted = kept
     if complete > TOP:
         for turn in tl.static_range(4):
-            shift: tl.constexpr = 24 - 8 * turn
+            shift = 24 - 8 * turn
             histogram = tl.zeros([256], tl.int32)
             for first in range(0, complete, BLOCK):
                 inside = (first + every < complete) & (first + every < columns)
@@ -188,18 +188,18 @@ def kpool_cache_kernel(
                 new = old + (last - 1 - old) // RING * RING  # the last position of the call in this row
                 if (old < first) & (new >= first):
                     source = token + new - here
-                    k = tl.load(index_k + source * k_stride + channel, mask=in_d, other=0.0).to(dtype)
-                    gate = tl.load(pool_gate + source * gate_stride + channel, mask=in_d, other=0.0).to(dtype)
-                    tl.store(slot + old % RING * ring_stride + channel, k, mask=in_d)
-                    tl.store(slot + old % RING * ring_stride + D + channel, gate, mask=in_d)
+                    new_k = tl.load(index_k + source * k_stride + channel, mask=in_d, other=0.0).to(dtype)
+                    new_gate = tl.load(pool_gate + source * gate_stride + channel, mask=in_d, other=0.0).to(dtype)
+                    tl.store(slot + old % RING * ring_stride + channel, new_k, mask=in_d)
+                    tl.store(slot + old % RING * ring_stride + D + channel, new_gate, mask=in_d)
 
     behind = here % RING - opened % RING
     behind = tl.where(behind < 0, behind + RING, behind)  # rows after that of `opened`
     if (here >= last - RING) & ((reads == 0) | (behind >= first - opened)):
-        k = tl.load(index_k + token * k_stride + channel, mask=in_d, other=0.0).to(dtype)
-        gate = tl.load(pool_gate + token * gate_stride + channel, mask=in_d, other=0.0).to(dtype)
-        tl.store(slot + here % RING * ring_stride + channel, k, mask=in_d)
-        tl.store(slot + here % RING * ring_stride + D + channel, gate, mask=in_d)
+        own_k = tl.load(index_k + token * k_stride + channel, mask=in_d, other=0.0).to(dtype)
+        own_gate = tl.load(pool_gate + token * gate_stride + channel, mask=in_d, other=0.0).to(dtype)
+        tl.store(slot + here % RING * ring_stride + channel, own_k, mask=in_d)
+        tl.store(slot + here % RING * ring_stride + D + channel, own_gate, mask=in_d)
 
 
 @triton.jit

@@ -71,9 +71,7 @@ def mla_store_kernel(
         tl.store(at + channel, x.to(tl.float32).to(latent.dtype.element_ty), mask=channel < L)
 
 
-def store(
-    row: Tensor, *, cache: MlaCache, owner: Tensor, position: Tensor, block_table: Tensor, policy: fp8.Policy = "fp32"
-) -> None:
+def store(row: Tensor, *, cache: MlaCache, owner: Tensor, position: Tensor, block_table: Tensor, policy: fp8.Policy = "fp32") -> None:
     """`reference.mla.store` in one launch, to the bit; arguments and errors as there. Reads no value on the host."""
     validate_mla.store(row, cache, owner, position, block_table, policy)
     latent, (tokens, channels) = cache.latent, row.shape

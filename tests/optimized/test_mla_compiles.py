@@ -21,7 +21,7 @@ warnings.simplefilter("ignore")
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from optimized import mla_attend as m, mla_tiles
+from optimized import kpool, mla_attend as m, mla_store, mla_tiles
 
 def build(kernel, warps, stages, types, **constants):
     signature, attributes = {}, {}
@@ -45,7 +45,9 @@ def build(kernel, warps, stages, types, **constants):
             "tf32": ptx.count("tf32"), "shared": built.metadata.shared, "wgmma": ptx.count("wgmma.mma_async"),
             "mma": ptx.count("mma.sync"), "copies": len(re.findall(r"cp.async.c", ptx))}
 
-POINTERS = dict(scales="*fp32", kv_scale="*fp32", ids="*i32", counts="*i32", out="*bf16", lse="*fp32", shares="*fp32", sums="*fp32", q="*bf16")
+POINTERS = dict.fromkeys(("scales", "kv_scale", "lse", "shares", "sums", "head_weight", "ape", "score", "scale"), "*fp32")
+POINTERS |= dict.fromkeys(("ids", "counts", "owner", "position", "block_table", "slots", "starts", "cu_seqlens"), "*i32")
+POINTERS |= dict.fromkeys(("q", "out", "index_q", "index_k", "pool_gate", "pool_keys", "ring", "row"), "*bf16")
 found = {}
 for kind, form, latent in (("half", m.FLAT, "*bf16"), ("fp8", m.SCALED, "*fp8e4nv"), ("fp8", m.STATIC, "*fp8e4nv")):
     for heads, tokens in ((64, 1), (64, 8), (64, 4096), (16, 4096)):
@@ -53,12 +55,23 @@ for kind, form, latent in (("half", m.FLAT, "*bf16"), ("fp8", m.SCALED, "*fp8e4n
         name = f"attend {kind} {form} {t}"
         if name not in found:
             found[name] = build(
-                m.mla_attend_kernel, t.warps, t.stages, dict(POINTERS, latent=latent), L=512, BL=512, BH=t.heads, BN=t.rows, SPLITS=t.splits,
-                STAGES=t.stages, PAGE=0, FORM=form, GROUP=128, HAS_COUNTS=True, LN2=m.LN2, PDL=t.pdl,
+                m.mla_attend_kernel, t.warps, t.stages, dict(POINTERS, latent=latent), L=512, BL=512, BH=t.heads, BN=t.rows,
+                SPLITS=t.splits, STAGES=t.stages, PAGE=0, FORM=form, GROUP=128, HAS_COUNTS=True, LN2=m.LN2, PDL=t.pdl,
             )
 for t in {t.splits: t for t in (mla_tiles.mla_tile("sm90", "half", 64, n) for n in (1, 8, 64))}.values():
     found[f"combine {t}"] = build(m.mla_combine_kernel, 4, 3, POINTERS, L=512, BL=t.merge, SPLITS=t.splits,
                                   BS=triton.next_power_of_2(t.splits), LN2=m.LN2, PDL=t.pdl)
+t = mla_tiles.kpool_tile("sm90")
+found["scores"] = build(kpool.kpool_scores_kernel, t.warps, 1, POINTERS, HEADS=32, BH=32, D=128, BD=128, BJ=t.pools, PAGE=16,
+                        SCALE=128**-0.5, PDL=t.pdl)
+found["select"] = build(kpool.kpool_select_kernel, t.select_warps, 3, POINTERS, TOP=512, WIDTH=2176, BW=4096, BLOCK=t.columns, PAGE=16,
+                        PDL=t.pdl)
+found["cache"] = build(kpool.kpool_cache_kernel, 1, 3, POINTERS, D=128, BD=128, PAGE=16, RING=8)
+for form, latent in ((m.FLAT, "*bf16"), (m.SCALED, "*u8"), (m.STATIC, "*u8")):
+    found[f"store {form}"] = build(
+        mla_store.mla_store_kernel, 4, 3, dict(POINTERS, latent=latent), L=512, BL=512, PAGE=64, FORM=form, GROUP=128, POW2=True,
+        RESERVED=128, LEAST=1e-4, LARGEST=448.0,
+    )
 print(json.dumps(found))
 """
 
@@ -69,9 +82,11 @@ def test_hopper_builds_have_no_tf32_and_no_spills() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 15
+    assert len(found) == 21
     for name, built in found.items():
         assert built["stack"] <= FEW_BYTES and built["tf32"] == 0 and built["shared"] <= SHARED, (name, built)
+        if name == "scores":
+            assert built["mma"] + built["wgmma"] > 0, (name, built)
         if name.startswith("attend"):
             assert built["wgmma" if " 64h" in name else "mma"] > 0, (name, built)
             assert "half" not in name or built["copies"] >= 16, (name, built)
