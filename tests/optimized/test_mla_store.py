@@ -14,6 +14,9 @@ from reference.mla_cache import MlaCache
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
+import triton
+import triton.language as tl
+
 from optimized import mla_store
 
 pytestmark = pytest.mark.skipif(not interpreter.active(), reason="needs TRITON_INTERPRET=1 before the first import of triton")
@@ -71,6 +74,20 @@ def test_nan_stays_nan_and_infinity_is_as_in_the_reference(form: str) -> None:
     values = [mla.read_rows(cache.latent, CHANNELS, torch.arange(24), cache.scale, torch.float32) for cache in (ours, theirs)]
     assert torch.equal(*(x.nan_to_num(7.0) for x in values)) and torch.equal(*(x.isnan() for x in values))
     assert values[0][19].isnan().any()  # page 4, row 3
+
+
+@triton.jit
+def clamped_kernel(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y + i, mla_store._clamped(tl.load(x + i), 448.0))
+
+
+def test_nothing_beyond_448_reaches_the_cast() -> None:
+    """A cast may saturate by itself; this must not depend on it."""
+    x = torch.tensor([447.0, 449.0, -449.0, torch.inf, -torch.inf, 1e4, 0.0, torch.nan])
+    y = torch.empty_like(x)
+    clamped_kernel[(1,)](x, y, N=8)
+    assert y[:7].tolist() == [447.0, 448.0, -448.0, 448.0, -448.0, 448.0, 0.0] and y[7].isnan()
 
 
 def test_an_odd_pitch_and_wide_rows_are_refused() -> None:
