@@ -102,8 +102,10 @@ def sweep(
 def bench(
     op: Operators = None,
     model: Annotated[str | None, _many("Presets.")] = None,
-    heads: Annotated[str | None, _many("Heads on this rank.")] = "64,16",
-    batch: Annotated[str | None, _many("Sequences.")] = "1,16,64,256",
+    heads: Annotated[str | None, _many("Heads on this rank. Default: the operator's own list, as for the others.")] = None,
+    batch: Annotated[str | None, _many("Sequences.")] = None,
+    drafts: Annotated[str | None, _many("Drafts of a verify, 1 to 7.")] = None,
+    tokens: Annotated[str | None, _many("Tokens of a prefill, in all sequences.")] = None,
     dtype: Annotated[str | None, _many("Activations: bf16, fp16, fp32.")] = None,
     state_dtype: Annotated[str | None, _many("State pool: fp32, bf16.")] = None,
     device: Device = None,
@@ -114,26 +116,27 @@ def bench(
     format: As = Format.text,
 ) -> None:
     """Speed beside the peers and the device's ceilings, in one run. Needs a GPU: exit code 3 without."""
-    given = dict(op=op or None, model=model, heads=heads, batch=batch, dtype=dtype, state_dtype=state_dtype, regime="random", device=device)
+    given = dict(
+        op=op or None, model=model, heads=heads, batch=batch, drafts=drafts, tokens=tokens, dtype=dtype, state_dtype=state_dtype,
+        device=device,
+    )  # fmt: skip
     options = _options(None, given)
-    from parity import record, render, sweep
+    from parity import bench, record, render
 
     if out is not None:
         record.check_writable(out)
-    problems = sweep.problems(options)
+    problems = bench.problems(options.device, given)
     if not options.device.startswith("cuda"):
         typer.echo("nothing was timed: no GPU here, and the interpreter gives no timing. On a GPU this would measure:")
         typer.echo("\n".join(str(problem) for problem in problems))
         raise typer.Exit(3)
-    from parity import bench
-
     made = record.new(options.device, _command_line())
     made["bench"] = bench.device_ceilings(options.device)
     with _progress() as progress:
         bar = progress.add_task("", total=len(problems))
         for problem in problems:
             progress.update(bar, description=str(problem))
-            made["bench"] += bench.measure(problem, bench.TUNED if tiles else None)
+            made["bench"] += bench.measure(problem, tiles)
             if out is not None:
                 record.save(made, out)
             progress.advance(bar)
@@ -161,7 +164,7 @@ def dispatch(
 
     work = Problem(op, model, heads, batch, dtype, state_dtype).workload()
     off = [name.strip() for name in without.split(",") if name.strip()]
-    choices = {arch: dispatch.choose(replace(work, arch=arch), off)} if arch else dispatch.matrix(work, off)
+    choices = {arch: dispatch.choose(replace(work, arch=arch), off)} if arch is not None else dispatch.matrix(work, off)
     title = f"{op} {model}, {heads} heads, batch {batch}, {dtype} activations, {state_dtype} state"
     Console(width=None if Console().is_terminal else 200).print(tables.dispatch(title, choices))
 
@@ -218,7 +221,7 @@ def _default_device() -> str:
 def _device(device: str | None) -> str:
     from parity import problem
 
-    chosen = device or _default_device()
+    chosen = _default_device() if device is None else device
     problem.check_device(chosen)
     _interpret(chosen)
     return chosen

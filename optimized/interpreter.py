@@ -174,7 +174,8 @@ def _dot(module: Any, original: Any, self: Any, a: Any, b: Any, *args: Any) -> A
 
 @_repairs("InterpreterBuilder.create_masked_load")
 def _masked_load(module: Any, original: Any, self: Any, ptrs: Any, mask: Any, other: Any, cache_policy: Any, is_volatile: Any) -> Any:
-    if other is None:  # undefined on a GPU: all bits set is NaN or -1, which a kernel that uses it doesn't survive
+    if other is None and ptrs.data.size > 1:  # of a scalar, an `other` of 0 never arrives here; of a block, it is undefined on a GPU
+        # All bits set is NaN or -1, which a kernel that uses it doesn't survive.
         dtype = module._get_np_dtype(ptrs.get_element_ty())
         other = module.TensorHandle(np.full(ptrs.data.shape, np.frombuffer(b"\xff" * dtype.itemsize, dtype)[0]), ptrs.get_element_ty())
     return original(self, ptrs, mask, other, cache_policy, is_volatile)

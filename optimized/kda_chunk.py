@@ -10,27 +10,31 @@ import triton.language as tl
 
 from optimized import interpreter
 from optimized.kda_cell import softplus
+from optimized.kda_rows import (
+    FLUSH,
+    LOG2E,
+    conv,
+    conv_inputs,
+    exp2,
+    raw_rows,
+    store_rows,
+    sums_from_middle,
+    sums_from_start,
+    unit_over,
+    unit_rows,
+    unit_sigmoid,
+)  # fmt: skip
 
 interpreter.repair()
 
-LOG2E = tl.constexpr(1.4426950408889634)
-FLUSH = tl.constexpr(not interpreter.active())  # a subnormal exp2 is 0, as it is in every sum here: four instructions less each
-
-
-@triton.jit
-def _exp2(x):
-    if FLUSH:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return tl.exp2(x)
-
-
-@triton.jit
-def _unit_sigmoid(x):
-    """1 / (1 + exp(-x)), to 2 ulp."""
-    y = 1.0 + _exp2(x * -LOG2E)
-    if FLUSH:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1)
-    return 1.0 / y
+# Two of FP32 as their roundings to BF16 and those of the rests; the results are written before all arguments are read.
+HALVES = tl.constexpr("""{ .reg .b32 a, b;
+cvt.rn.bf16x2.f32 $0, $3, $2;
+shl.b32 a, $0, 16;
+and.b32 b, $0, 0xffff0000;
+sub.f32 a, $2, a;
+sub.f32 b, $3, b;
+cvt.rn.bf16x2.f32 $1, b, a; }""")
 
 
 @triton.jit
@@ -48,26 +52,14 @@ def _chunk_of(row, cu_seqlens, sequences, C: tl.constexpr):
 
 
 @triton.jit
-def _conv_rows(x, x_stride, window, tap_stride, channel_stride, weight, section, column, first, i, valid, inside, carried):
-    """SiLU of the convolution of rows `i` of a chunk, [C, D]; what lies before the sequence comes from the window."""
-    y = tl.zeros([i.shape[0], column.shape[0]], tl.float32)
-    for tap in tl.static_range(4):
-        position = first + i + (tap - 3)  # in the sequence
-        mask = (valid & (position >= 0))[:, None] & inside[None, :]
-        t = tl.load(x + (i + (tap - 3)).to(tl.int64)[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        if first == 0:
-            before = window + (position + 3)[:, None] * tap_stride + (section + column)[None, :] * channel_stride
-            mask = (valid & (position < 0))[:, None] & inside[None, :] & carried
-            t += tl.load(before, mask=mask, other=0.0).to(tl.float32)
-        y += t * tl.load(weight + (section + column) * 4 + tap, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return y * _unit_sigmoid(y)  # 0 where the row is none of the sequence
-
-
-@triton.jit
 def _halves(x):
-    """x in FP32 as a sum of two in BF16, 2^-18 of it away. Rounds by its bits, and packs pairs: a conversion alone is four times slower."""
-    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
-    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+    """x in FP32 as a sum of two in BF16, 2^-18 of it away; a conversion of two at a time costs what one does."""
+    if FLUSH:
+        high, low = tl.inline_asm_elementwise(HALVES, "=&r,=&r,r,r", [x], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+    else:
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+    return high, low
 
 
 @triton.jit
@@ -77,30 +69,36 @@ def _by_parts(x, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _gram(a, b, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr):
-    """a b^T of rows [C, K] in FP32: exact products, or of halves in BF16, 2^-16 of each product away."""
+def _operand(x, SPLIT: tl.constexpr):
+    """x for `_matmul`: its halves, or itself twice."""
     if SPLIT:
-        a_high, a_low = _halves(_by_parts(a, C, K, PARTS))
-        b_high, b_low = _halves(_by_parts(b, C, K, PARTS))
-        b_high, b_low = tl.permute(b_high, [0, 2, 1]), tl.permute(b_low, [0, 2, 1])
-        product = tl.dot(a_low, b_high)
-        product = tl.dot(a_high, b_low, product)
-        return tl.sum(tl.dot(a_high, b_high, product), 0)
-    b = tl.permute(_by_parts(b, C, K, PARTS), [0, 2, 1])
-    return tl.sum(tl.dot(_by_parts(a, C, K, PARTS), b, input_precision="ieee"), 0)
+        return _halves(x)
+    else:
+        return x, x
 
 
 @triton.jit
-def _gram_anchored(
-    q, k, decay_in, g, gcum, total, i, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr
-):  # fmt: skip
-    """Products of rows [C, K] under their decays, split at the middle of the chunk, and k as it leaves the chunk."""
-    middle = tl.sum(tl.where((i <= C // 2)[:, None], g, 0.0), 0)[None, :]
-    left = decay_in * _exp2(-middle)
-    right = k * _exp2(middle - gcum)
-    kk = _gram(k * left, right, C, K, PARTS, SPLIT)
-    qk = _gram(q * left, right, C, K, PARTS, SPLIT)
-    return kk, qk, right * _exp2(total - middle)
+def _matmul(a, b, SPLIT: tl.constexpr):
+    """a b of batches of operands, in FP32: exact products, or of halves in BF16, 2^-16 of each product away."""
+    if SPLIT:
+        product = tl.dot(a[1], b[0])
+        product = tl.dot(a[0], b[1], product)
+        return tl.dot(a[0], b[0], product)
+    else:
+        return tl.dot(a[0], b[0], input_precision="ieee")
+
+
+@triton.jit
+def _transposed(x):
+    """An operand with its last two dimensions swapped."""
+    return tl.permute(x[0], [0, 2, 1]), tl.permute(x[1], [0, 2, 1])
+
+
+@triton.jit
+def _gram(a, b, C: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr):
+    """a b^T of rows [C, K]."""
+    a, b = _operand(_by_parts(a, C, K, PARTS), SPLIT), _operand(_by_parts(b, C, K, PARTS), SPLIT)
+    return tl.sum(_matmul(a, _transposed(b), SPLIT), 0)
 
 
 @triton.jit
@@ -111,7 +109,7 @@ def _gram_across(
     pairs = tl.reshape(gcum, [C // (2 * HALF), 2 * HALF, K])
     row = tl.arange(0, 2 * HALF)[None, :, None]
     middle = tl.sum(tl.where(row == HALF, pairs, 0.0), 1)[:, None, :]  # the first row of the later half
-    decay = tl.reshape(_exp2(tl.where(row >= HALF, pairs - middle, middle - pairs)), [C, K])
+    decay = tl.reshape(exp2(tl.where(row >= HALF, pairs - middle, middle - pairs)), [C, K])
     later = (i // HALF % 2 == 1)[:, None]
     right = tl.where(later, 0.0, k * decay)
     block = (i // (2 * HALF))[:, None] == (i // (2 * HALF))[None, :]
@@ -134,22 +132,25 @@ def _gram_safe(
 
 
 @triton.jit
-def _merged(x, a, i, HALF: tl.constexpr):
+def _merged(x, a, i, HALF: tl.constexpr, SPLIT: tl.constexpr):
     """Inverses of diagonal blocks of 2 HALF rows, from those of HALF rows in x: the corner is -x22 a21 x11."""
     corner = (i // (2 * HALF))[:, None] == (i // (2 * HALF))[None, :]
     corner = corner & (i // HALF % 2 == 1)[:, None] & (i // HALF % 2 == 0)[None, :]
-    corner = tl.where(corner, a, 0.0)
+    corner = tl.where(corner[None, :, :], a, 0.0)
     if HALF == 1:
         return x - corner
-    return x - tl.dot(tl.dot(x, corner, input_precision="ieee"), x, input_precision="ieee")
+    else:
+        x_halves = _operand(x, SPLIT)
+        y = _matmul(x_halves, _operand(corner, SPLIT), SPLIT)
+        return x - _matmul(_operand(y, SPLIT), x_halves, SPLIT)
 
 
 @triton.jit
-def _inverse(a, i, LEVELS: tl.constexpr):
-    """(I + a)^-1 of a strictly lower a [C, C] by forward substitution of blocks, in FP32: a power series loses near-collinear keys."""
-    x = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+def _inverse(a, i, LEVELS: tl.constexpr, SPLIT: tl.constexpr):
+    """(I + a)^-1 of a strictly lower a [PARTS, C, C] by substitution of blocks, in FP32: a power series loses near-collinear keys."""
+    x = tl.where((i[:, None] == i[None, :])[None, :, :], 1.0, 0.0)
     for level in tl.static_range(LEVELS):
-        x = _merged(x, a, i, 1 << level)
+        x = _merged(x, a, i, 1 << level, SPLIT)
     return x
 
 
@@ -160,7 +161,7 @@ def kda_prefill_prepare_kernel(
     num_slots, sequences, heads, lower_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     BOUNDED: tl.constexpr, ANCHORED: tl.constexpr, HAS_FRESH: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
-    RATE_MAX: tl.constexpr, LEAST_G: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
+    RATE_MAX: tl.constexpr, LEAST_G: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     head = pid % heads
@@ -175,62 +176,86 @@ def kda_prefill_prepare_kernel(
     token = (begin + first).to(tl.int64)
 
     i = tl.arange(0, C)
-    valid = i < end - begin - first
+    count = end - begin - first
+    valid = i < count
     kk = tl.arange(0, BK)
     vv = tl.arange(0, BV)
-    in_k, in_v = kk < K, vv < V
+    in_k, in_v = True, True
+    if K < BK:
+        in_k = kk < K
+    if V < BV:
+        in_v = vv < V
     column, v_column = head * K + kk, head * V + vv
     blob = pid.to(tl.int64)  # of this chunk and head
-    tile = blob * (C * BK) + i[:, None] * BK + kk[None, :]
     dtype = w_out.dtype.element_ty
+    k_blob, q_blob = k_out + blob * (C * BK) + kk, q_out + blob * (C * BK) + kk
 
-    q_y = _conv_rows(
-        q + token * q_stride, q_stride, window, tap_stride, channel_stride, conv_weight, 0, column, first, i, valid, in_k, carried
+    f_rows = raw_rows(f + token * f_stride, f_stride, column, in_k, count, C)
+    k_inputs = conv_inputs(
+        k + token * k_stride, k_stride, window, tap_stride, channel_stride, conv_weight, heads * K, column, first, count, in_k, carried, C,
+        PACKED,
     )  # fmt: skip
-    k_y = _conv_rows(
-        k + token * k_stride, k_stride, window, tap_stride, channel_stride, conv_weight, heads * K, column, first, i, valid, in_k, carried
+    q_inputs = conv_inputs(
+        q + token * q_stride, q_stride, window, tap_stride, channel_stride, conv_weight, 0, column, first, count, in_k, carried, C, PACKED
     )  # fmt: skip
-    q_y *= (tl.rsqrt(tl.sum(q_y * q_y, 1) + EPS) * SCALE)[:, None]
-    k_y *= tl.rsqrt(tl.sum(k_y * k_y, 1) + EPS)[:, None]
-    mask = valid[:, None] & in_k[None, :]
-    x = tl.load(f + token * f_stride + i.to(tl.int64)[:, None] * f_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    x += tl.load(dt_bias + column, mask=in_k, other=0.0)[None, :]
+    bias = tl.load(dt_bias + column, mask=in_k, other=0.0)
+    b = tl.load(beta + token * beta_stride + i.to(tl.int64) * beta_stride + head, mask=valid, other=0.0).to(tl.float32)
+    b = tl.where(valid, unit_sigmoid(b), 0.0)
     log_rate = tl.load(a_log + head)
     rate = tl.exp(tl.where(log_rate > RATE_MAX, RATE_MAX, log_rate))  # NaN stays NaN
-    if BOUNDED:  # in base 2 from here on
-        g = (lower_bound * LOG2E) * _unit_sigmoid(rate * x)
-    else:
-        g = -rate * LOG2E * softplus(x)
-    if not ANCHORED:
-        g = tl.where(g < LEAST_G * LOG2E, LEAST_G * LOG2E, g)
-    g = tl.where(valid[:, None], g, 0.0)
-    b = tl.load(beta + token * beta_stride + i.to(tl.int64) * beta_stride + head, mask=valid, other=0.0).to(tl.float32)
-    b = tl.where(valid, _unit_sigmoid(b), 0.0)
 
-    gcum = tl.cumsum(g, 0)
-    total = tl.sum(g, 0)[None, :]
-    decay_in = _exp2(gcum)
-    tl.store(decay_out + blob * BK + kk[None, :], _exp2(total))
+    g = ()
+    for r in tl.static_range(C):  # in base 2 from here on
+        x = f_rows[r].to(tl.float32) + bias
+        if BOUNDED:
+            log_decay = unit_over(1.0 + exp2(x * (rate * -LOG2E))) * tl.where(r < count, lower_bound * LOG2E, 0.0)
+        else:
+            log_decay = tl.where(r < count, -rate * LOG2E * softplus(x), 0.0)
+        if not ANCHORED:
+            log_decay = tl.where(log_decay < LEAST_G * LOG2E, LEAST_G * LOG2E, log_decay)
+        g += (log_decay,)  # type: ignore[assignment]
+    k_y = unit_rows(conv(k_inputs, True, C, LEVELS), valid, 1.0, EPS)
+    if ANCHORED:  # decays split at the middle of the chunk; q only when k is done with, for want of registers
+        gcum, middle, leaving = sums_from_middle(g, C, LEVELS)
+        tl.store(decay_out + blob * BK + kk, exp2(middle + leaving))
+        right = k_y * exp2(-gcum)
+        store_rows(k_blob, (right * exp2(leaving)[None, :]).to(dtype), BK, C, LEVELS)
+        right = _transposed(_operand(_by_parts(right, C, BK, PARTS), SPLIT))
+        left, start = exp2(gcum), exp2(middle)[None, :]
+        k_in = k_y * left
+        gram = tl.sum(_matmul(_operand(_by_parts(k_in, C, BK, PARTS), SPLIT), right, SPLIT), 0)
+        k_in *= start
+    else:
+        gcum, total = sums_from_start(g, C, LEVELS)
+        tl.store(decay_out + blob * BK + kk, exp2(total))
+        store_rows(k_blob, (k_y * exp2(total[None, :] - gcum)).to(dtype), BK, C, LEVELS)
+        k_in = k_y * exp2(gcum)
+    k_in = _by_parts(k_in.to(dtype), C, BK, PARTS)
+    q_y = unit_rows(conv(q_inputs, True, C, LEVELS), valid, SCALE, EPS)
     if ANCHORED:
-        gram, qk, k_leaving = _gram_anchored(q_y, k_y, decay_in, g, gcum, total, i, C, BK, PARTS, SPLIT)
+        q_in = q_y * left
+        qk = tl.sum(_matmul(_operand(_by_parts(q_in, C, BK, PARTS), SPLIT), right, SPLIT), 0)
+        q_in *= start
     else:
         gram, qk = _gram_safe(q_y, k_y, gcum, i, C, BK, LEVELS, PARTS, SPLIT)
-        k_leaving = k_y * _exp2(total - gcum)
-    tl.store(k_out + tile, k_leaving.to(dtype))
-    tl.store(q_out + tile, (q_y * decay_in).to(dtype))
+        q_in = q_y * exp2(gcum)
+    store_rows(q_blob, q_in.to(dtype), BK, C, LEVELS)
+    v_inputs = conv_inputs(
+        v + token * v_stride, v_stride, window, tap_stride, channel_stride, conv_weight, 2 * heads * K, v_column, first, count, in_v,
+        carried, C, PACKED,
+    )  # fmt: skip
     square = blob * (C * C) + i[:, None] * C + i[None, :]
     tl.store(aqk_out + square, tl.where(i[:, None] >= i[None, :], qk, 0.0).to(dtype))
 
     akk = tl.where(i[:, None] > i[None, :], gram * b[:, None], 0.0)
-    row_b = tl.sum(tl.where(i[:, None] == i[None, :], b[:, None], 0.0), 0)
-    inverse = (_inverse(akk, i, LEVELS) * row_b[None, :]).to(dtype)
-    w = tl.dot(inverse, (k_y * decay_in).to(dtype), input_precision="ieee")
+    inverse = _inverse(tl.broadcast_to(akk[None, :, :], [PARTS, C, C]), i, LEVELS, SPLIT)
+    inverse = (inverse * b[None, None, :]).to(dtype)
+    w = tl.dot(inverse, k_in, input_precision="ieee")
+    part = tl.arange(0, PARTS)[:, None, None]
+    tile = blob * (C * BK) + i[None, :, None] * BK + part * (BK // PARTS) + tl.arange(0, BK // PARTS)[None, None, :]
     tl.store(w_out + tile, w.to(dtype))
 
-    v_y = _conv_rows(
-        v + token * v_stride, v_stride, window, tap_stride, channel_stride, conv_weight, 2 * heads * K, v_column, first, i, valid, in_v,
-        carried,
-    )  # fmt: skip
+    v_y = _by_parts(conv(v_inputs, False, C, LEVELS), C, BV, PARTS)
     if SPLIT:  # v isn't rounded: both halves of it
         if dtype == tl.bfloat16:
             v_high, v_low = _halves(v_y)
@@ -240,4 +265,5 @@ def kda_prefill_prepare_kernel(
         u = tl.dot(inverse, v_high, tl.dot(inverse, v_low))
     else:
         u = tl.dot(inverse, v_y, input_precision="ieee")
-    tl.store(u_out + blob * (C * BV) + vv[None, :] * C + i[:, None], u.to(dtype))  # [V, C], as the scan adds it
+    vv = part * (BV // PARTS) + tl.arange(0, BV // PARTS)[None, None, :]
+    tl.store(u_out + blob * (C * BV) + vv * C + i[None, :, None], u.to(dtype))  # [V, C], as the scan adds it

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from optimized import arch, contracts, interpreter
 from optimized.kda_cell import shift
-from optimized.kda_chunk import _chunk_of, _unit_sigmoid, kda_prefill_prepare_kernel
+from optimized.kda_chunk import _chunk_of, kda_prefill_prepare_kernel
+from optimized.kda_rows import unit_sigmoid
 from optimized.prefill_tiles import PrefillTile, prefill_tile
 from reference import validate
 from reference.kda import L2_EPS, MAX_A_LOG
@@ -31,6 +32,11 @@ ANCHOR_SPAN = 80.0  # nats: exp of it, and of its negative, are normal in FP32 a
 def anchored(lower_bound: float | None, chunk: int) -> bool:
     """Whether the decays of a chunk may be split at its middle: the gate is bounded and the chunk within ANCHOR_SPAN."""
     return lower_bound is not None and -lower_bound * chunk <= ANCHOR_SPAN
+
+
+def packed(conv_weight: Tensor) -> bool:
+    """Whether the four weights of each channel are one aligned word of 64 bits."""
+    return conv_weight.element_size() == 2 and conv_weight.data_ptr() % 8 == 0
 
 
 @triton.jit
@@ -149,7 +155,7 @@ def kda_prefill_norm_kernel(
         return
     core = tl.load(out, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(norm_weight + vv, mask=vv < V, other=0.0).to(tl.float32)[None, :]
-    weight *= _unit_sigmoid(tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32))
+    weight *= unit_sigmoid(tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32))
     scale = tl.rsqrt(tl.sum(core * core, 1) / V + norm_eps)[:, None]
     tl.store(out, (core * scale * weight).to(out.dtype.element_ty), mask=mask)
 
@@ -184,7 +190,9 @@ def launch(
     padded_k, padded_v = (max(triton.next_power_of_2(size), LEAST_DOT) for size in (key_dim, value_dim))
     rows = min(tile.rows, padded_v)
     middle = anchored(lower_bound, chunk)
-    prepare_parts, parts = (min(parts, padded_k // LEAST_DOT) for parts in (tile.prepare_warps, tile.parts))
+    parts = min(tile.parts, padded_k // LEAST_DOT)
+    prepare_warps = tile.prepare_warps if middle else 2 * tile.prepare_warps
+    prepare_parts = min(prepare_warps, padded_k // LEAST_DOT, padded_v // LEAST_DOT)
     blobs = (sizes.tokens // chunk + sizes.sequences) * heads  # at least one for each chunk and head
     keys = q.new_empty(3, blobs, chunk, padded_k)  # w, q and k of the chunks
     values, square = q.new_empty(blobs, padded_v, chunk), q.new_empty(blobs, chunk, chunk)
@@ -197,8 +205,8 @@ def launch(
         sizes.slots, sizes.sequences, heads, lower_bound or 0.0,
         BV=padded_v, LEVELS=chunk.bit_length() - 1, BOUNDED=lower_bound is not None, ANCHORED=middle,
         SCALE=key_dim**-0.5, EPS=L2_EPS, RATE_MAX=MAX_A_LOG, LEAST_G=least_log_decay(torch.float32),
-        PARTS=prepare_parts, SPLIT=q.dtype != torch.float32, **dims,
-        num_warps=tile.prepare_warps, maxnreg=tile.registers if middle else None, enable_fp_fusion=True,
+        PARTS=prepare_parts, SPLIT=q.dtype != torch.float32, PACKED=packed(conv_weight), **dims,
+        num_warps=prepare_warps, maxnreg=tile.registers if middle else None, enable_fp_fusion=True,
     )  # fmt: skip
     kda_prefill_scan_kernel[(sizes.sequences * heads * (padded_v // rows),)](
         q, k, v, state, window, cu_seqlens, slots, fresh, *keys, values, square, decay, out,

@@ -12,16 +12,17 @@ class PrefillTile:
     """Launch configuration of the three prefill kernels.
 
     chunk: tokens that are solved at a time. rows: of V in a program of the scan; 16 for each warp keep every product inside
-    its warp. warps and stages: of the scan. prepare_warps, norm_warps: of the two kernels that run over all chunks at once.
+    its warp. warps and stages: of the scan. prepare_warps, norm_warps: of the two kernels that run over all chunks at once;
+    the first takes twice as many where a chunk doesn't split at its middle.
     parts: of K in the scan, one for each warp, so that few rows still keep several warps busy; 1 leaves K whole.
     registers: the most that a thread of the first may have where a chunk splits at its middle, so that more programs share
-    an SM: 168 makes it three, for 8 bytes on the stack (Triton 3.6). None for no limit; the other form needs them all.
+    an SM: 168 makes it six of two warps, for 136 bytes on the stack (Triton 3.6). None for no limit; the other form needs them all.
     """
 
     rows: int
     warps: int
     stages: int
-    prepare_warps: int = 4
+    prepare_warps: int = 2
     norm_warps: int = 4
     chunk: int = 16
     parts: int = 1
@@ -51,7 +52,7 @@ PREFILL_TILES = (
     PrefillRule(GPUS, HALF, 16, PrefillTile(16, 4, 4, parts=4, registers=168), NARROW),
     PrefillRule(GPUS, HALF, 32, PrefillTile(32, 2, 4, registers=168), WIDE),
     PrefillRule(GPUS, HALF, None, PrefillTile(64, 4, 4, registers=168), WIDE),
-    PrefillRule(GPUS, FP32, None, PrefillTile(16, 8, 2, prepare_warps=8), "products without tensor cores spill with fewer warps"),
+    PrefillRule(GPUS, FP32, None, PrefillTile(16, 8, 2, prepare_warps=4), "products without tensor cores spill with fewer warps"),
 )
 
 

@@ -3,127 +3,21 @@
 A table of names: nothing is imported until an implementation is loaded, so it answers without triton or peers.
 """
 
-import ast
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from optimized import contracts, interpreter
+from optimized import contracts, gemm_tiles, interpreter
 from optimized.arch import CPU
+from optimized.implementation import Implementation, Workload, resolve, version
 from reference.points import Contract
 
 ENTRY_POINTS = "glm_workbench.implementations"
-OURS = Path(__file__).resolve().parents[1]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What an implementation is asked to run, and where: `arch` is `sm90`, ... or `cpu`."""
-
-    op: str
-    arch: str
-    dtype: torch.dtype
-    state_dtype: torch.dtype
-    heads: int
-    batch: int
-    key_dim: int
-    value_dim: int
-
-
-Supports = Callable[[Workload], tuple[bool, str]]
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One implementation. kernels: what it declares to launch; names with `aten::` are torch operators."""
-
-    op: str
-    name: str
-    target: str  # package.module:function
-    contract: Contract | None  # None: none declared, judged against exact gold
-    kernels: tuple[str, ...]
-    supports: Supports
-    packages: tuple[str, ...] = ()  # whose versions are part of its identity
-    capturable: bool = True  # in a CUDA graph
-    function: Callable[..., Any] | None = None  # given as such, not by name
-
-    def load(self) -> Callable[..., Any]:
-        """The callable. ImportError when a package is missing; ValueError when the target does not exist."""
-        return self.function or _resolve(self.target)
-
-    def source_hash(self, versions: Mapping[str, str | None] | None = None) -> str:
-        """Identity of what runs: its sources, those of its project it imports, its contract, and its packages' versions.
-
-        versions: of packages on another machine, instead of those installed here.
-        """
-        digest = hashlib.sha256()
-        sources = sorted(_sources(self.target.partition(":")[0]))
-        for path in sources:
-            digest.update(path.read_bytes())
-        if not sources and self.function is not None and hasattr(self.function, "__code__"):  # typed into a session
-            digest.update(self.function.__code__.co_code)
-        digest.update(repr((self.target, self.contract)).encode())
-        for package in self.packages:
-            known = versions[package] if versions and package in versions else _version(package)
-            digest.update(f"{package}={(known or 'None').partition('+')[0]}".encode())  # 2.11.0+cu130 is 2.11.0
-        return digest.hexdigest()[:16]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _resolve(target: str) -> Callable[..., Any]:
-    module_name, _, function_name = target.partition(":")
-    module = importlib.import_module(module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(f"impl: {module_name} has no function {function_name!r}")
-    return function
-
-
-def _sources(module_name: str, root: Path | None = None, seen: set[str] | None = None) -> set[Path]:
-    """The module's file, and those of its project (the folder that its top package lies in) and ours that it imports, to any depth."""
-    seen = set() if seen is None else seen
-    path = _file(module_name)
-    if module_name in seen or path is None:
-        return set()
-    seen.add(module_name)
-    root = root or path.parents[module_name.count(".") + (path.name == "__init__.py")]
-    installed = "site-packages" in path.parts and root.name != "site-packages"  # a virtual environment inside the project
-    if installed or not (path.is_relative_to(root) or path.is_relative_to(OURS)):
-        return set()
-    found = {path}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = []
-        if isinstance(node, ast.ImportFrom):
-            package = module_name.split(".")[: -node.level] if node.level else []
-            base = ".".join([*package, *filter(None, [node.module])])
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            found |= _sources(name, root, seen)
-    return found
-
-
-def _file(module_name: str) -> Path | None:
-    """Where a module's source is; None for what has none, or doesn't exist."""
-    try:
-        spec = importlib.util.find_spec(module_name)
-    except (ImportError, ValueError, AttributeError):
-        return None
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
 def _triton_runs(work: Workload) -> tuple[bool, str]:
@@ -134,7 +28,7 @@ def _triton_runs(work: Workload) -> tuple[bool, str]:
     if work.arch == CPU:
         if not interpreter.active():
             return False, "on a CPU it runs in Triton's interpreter only: set TRITON_INTERPRET=1 before Triton is imported"
-        reason = interpreter.unsupported(_version("triton") or "0")
+        reason = interpreter.unsupported(version("triton") or "0")
         return (False, reason) if reason else (True, "Triton's interpreter")
     return True, f"compiled for {work.arch}"
 
@@ -145,7 +39,36 @@ def _fla_runs(work: Workload) -> tuple[bool, str]:
     if work.value_dim > 512:
         return False, "its gated norm launches another kernel above 512 values a head"
     runs, reason = _triton_runs(work)
-    return runs, f"fla-core {_version('fla-core')}, {reason}" if runs else reason
+    return runs, f"fla-core {version('fla-core')}, {reason}" if runs else reason
+
+
+def _fla_mixes(work: Workload) -> tuple[bool, str]:
+    if work.contexts:
+        return False, "its baseline decodes only: no contexts"
+    return (False, "its baseline decodes only: no drafts") if work.drafts else _fla_runs(work)
+
+
+def _mixer_kernels(work: Workload) -> tuple[str, ...]:
+    """Of our mixer: the cells of its phases, and the GEMM where the plan has a tile for it."""
+    plan = gemm_tiles.plan(work.arch, work.dtype, work.rows, work.projected)
+    gemm = ("linear_kernel",) if any((plan.wide, plan.low, plan.gates, plan.out)) else ()
+    contexts = ("kda_prefill_prepare_kernel", "kda_prefill_scan_kernel", "kda_prefill_norm_kernel") if work.contexts else ()
+    generations = ("kda_verify_kernel" if work.drafts else "kda_decode_kernel",) if work.batch > work.contexts else ()
+    return (*gemm, *contexts, *generations)
+
+
+def _fla_prefill_runs(work: Workload) -> tuple[bool, str]:
+    if work.key_dim > 256:
+        return False, "its chunk kernels take K up to 256"
+    return _fla_runs(work)
+
+
+def _flash_kda_runs(work: Workload) -> tuple[bool, str]:
+    if work.arch == CPU or int(work.arch.removeprefix("sm")) < 90:
+        return False, f"its kernels run from sm90 on, not on {work.arch}"
+    supports = resolve("optimized.peers.flash_kda:supports")  # by name: who imports the registry doesn't depend on a peer's sources
+    runs, reason = supports(work.dtype, work.key_dim, work.value_dim, work.lower_bound)
+    return (runs, f"tokenspeed-flashkda {version('tokenspeed-flashkda')}, {reason}") if runs else (False, reason)
 
 
 def _torch_runs(work: Workload) -> tuple[bool, str]:
@@ -188,6 +111,37 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
         ),
         Implementation(
             "kda.prefill",
+            "fla",
+            "optimized.peers.fla_prefill:prefill",
+            contracts.FLA_CHUNKS,
+            (
+                "causal_conv1d_fwd_kernel",
+                "l2norm_fwd_kernel",
+                "fused_beta_sigmoid_fwd_kernel",
+                "kda_gate_chunk_cumsum_vector_kernel",
+                "chunk_kda_fwd_kernel_inter_solve_fused",
+                "recompute_w_u_fwd_kda_kernel",
+                "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+                "chunk_gla_fwd_kernel_o",
+                "layer_norm_gated_fwd_kernel",
+            ),
+            _fla_prefill_runs,
+            ("fla-core", "triton"),
+            capturable=False,  # live slots are counted on the host
+            patient=True,
+        ),
+        Implementation(
+            "kda.prefill",
+            "flash_kda",
+            "optimized.peers.flash_kda:prefill",
+            contracts.FLASH_KDA,
+            ("causal_conv1d_fwd_kernel", "layer_norm_gated_fwd_kernel"),
+            _flash_kda_runs,
+            ("tokenspeed-flashkda", "fla-core", "triton"),
+            capturable=False,
+        ),
+        Implementation(
+            "kda.prefill",
             "torch",
             "optimized.peers.eager_prefill:prefill",
             contracts.STAGED,
@@ -205,6 +159,68 @@ REGISTRY: dict[tuple[str, str], Implementation] = {
             "optimized.peers.eager_verify:verify",
             contracts.STAGED,
             ("aten::bmm", "aten::baddbmm_", "aten::silu"),
+            _torch_runs,
+            ("torch",),
+            capturable=False,
+        ),
+        Implementation(
+            "kda.commit", "triton", "optimized.kda_verify:commit", contracts.EXACT, ("kda_commit_kernel",), _triton_runs, ("triton",)
+        ),
+        Implementation(
+            "kda.commit",
+            "torch",
+            "optimized.peers.eager_verify:commit",
+            contracts.STAGED,
+            ("aten::bmm", "aten::baddbmm_", "aten::silu"),
+            _torch_runs,
+            ("torch",),
+            capturable=False,
+        ),
+        Implementation(
+            "kda.verify_offsets",
+            "triton",
+            "optimized.kda_offsets:offsets",
+            contracts.EXACT,
+            ("kda_verify_offsets_kernel",),
+            _triton_runs,
+            ("triton",),
+        ),
+        Implementation(
+            "kda.verify_offsets",
+            "torch",
+            "reference.kda_offsets:offsets",
+            contracts.EXACT,
+            ("aten::clamp", "aten::arange"),
+            _torch_runs,
+            ("torch",),
+        ),
+        Implementation(
+            "kda.mixer",
+            "triton",
+            "optimized.kda_mixer:mixer",
+            contracts.MIXER,
+            (),
+            _triton_runs,
+            ("triton",),
+            prepare="optimized.kda_fused:fuse",
+            contexts=contracts.MIXER_PREFILL,
+            also=_mixer_kernels,
+        ),
+        Implementation(
+            "kda.mixer",
+            "fla",
+            "optimized.peers.fla_mixer:mixer",
+            contracts.MIXER_STAGED,
+            ("causal_conv1d_update_kernel", "fused_recurrent_kda_fwd_kernel", "layer_norm_gated_fwd_kernel"),
+            _fla_mixes,
+            ("fla-core", "triton"),
+        ),
+        Implementation(
+            "kda.mixer",
+            "torch",
+            "optimized.peers.eager_mixer:mixer",
+            contracts.MIXER_STAGED,
+            ("aten::mm", "aten::bmm", "aten::baddbmm_", "aten::silu"),
             _torch_runs,
             ("torch",),
             capturable=False,
@@ -262,5 +278,5 @@ def _external(op: str, name: str, target: str) -> Implementation:
         importlib.import_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(f"impl: can't import {module!r}: {error}; run from its folder or install it") from error
-    function = _resolve(target)
+    function = resolve(target)
     return replace(of_function(op, function), name=name, target=target)

@@ -1,4 +1,4 @@
-"""Launch configurations of the decode and verify kernels, as data with reasons; the sweep that chose decode's is in `results/`."""
+"""Launch configurations of the decode kernel, as data with reasons; the sweep that chose them is in `results/`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from optimized.arch import CPU, GPUS
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch configuration of a kernel; verify keeps all rows in one pass.
+    """Launch configuration of a kernel.
 
     rows: of V in a pass. warps. stages: of the pipeline over passes, where there are several.
     chunk: of K; the fewer keys in one, the fewer lanes share a row. pdl: may start while the kernel before it ends.
@@ -59,17 +59,6 @@ TILES = (
     TileRule(NO_PDL, torch.float32, None, Tile(8, 1, 4, 128), f"{MANY}; not measured here"),
     TileRule(NO_PDL, torch.bfloat16, 132, Tile(128, 4, 1, 32), FEW),
     TileRule(NO_PDL, torch.bfloat16, None, Tile(8, 1, 4, 128), f"{MANY}; not measured here"),
-)
-
-RESIDENT = "the whole state of a head stays in registers; two programs of four warps share an SM, one computes while one loads"
-
-VERIFY = (
-    TileRule((CPU,), torch.float32, None, Tile(128, 4, 1), "fewest interpreted operations"),
-    TileRule((CPU,), torch.bfloat16, None, Tile(128, 4, 1), "fewest interpreted operations"),
-    TileRule(PDL, torch.float32, None, Tile(128, 4, 1, 32, True), f"{RESIDENT}; not measured"),
-    TileRule(PDL, torch.bfloat16, None, Tile(128, 4, 1, 32, True), f"{RESIDENT}; not measured"),
-    TileRule(NO_PDL, torch.float32, None, Tile(128, 4, 1, 32), f"{RESIDENT}; not measured"),
-    TileRule(NO_PDL, torch.bfloat16, None, Tile(128, 4, 1, 32), f"{RESIDENT}; not measured"),
 )
 
 

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity import regimes
+from parity import layer, regimes
 from parity.buffers import GuardedRows, same_bits
 from parity.phases import PHASES
 from parity.problem import Problem
 from parity.tokens import Tokens
 from reference.kda_replay import Replay
+from reference.kda_weights import KdaWeights
 
 SPARE_SLOTS = 2  # slots that no sequence of the case names
 POOL_GAP = 48  # elements between slots: a padded pool
@@ -80,7 +81,7 @@ class Call:
     inputs: StepInputs
     state_before: Tensor  # [N, H, V, K], the candidate's own
     window_before: Tensor  # [N, 3, channels]
-    out: Tensor  # [T, H, V]
+    out: Tensor  # [T, H, V], of a mixer [T, 1, hidden]
     inputs_intact: bool
 
 
@@ -101,7 +102,14 @@ class Case:
             "dt_bias": regimes.gate_bias(self.regime, self.kda, a_log, generator),
             "norm_weight": (1 + 0.1 * self._normal((value_dim,), generator)).to(problem.activation),
         }
-        self.given = {name: weight.clone() for name, weight in self.weights.items()}  # what a candidate may damage
+        self.layer: KdaWeights | None = None
+        self.output = (heads, value_dim)  # the shape of a row of the output
+        owned: dict[str, Any] = self.weights
+        if PHASES[problem.op].mixed:
+            self.layer = layer.weights(self)
+            self.output, owned = (1, problem.shape.hidden), {"weights": self.layer}
+        self._owned = owned
+        self.given: dict[str, Any] = {name: _copied(weight) for name, weight in owned.items()}  # what a candidate may damage
         self.settings = {"lower_bound": self.kda.lower_bound, "norm_eps": problem.shape.norm_eps}
 
     def generator(self, stream: int) -> torch.Generator:
@@ -115,7 +123,12 @@ class Case:
 
     def weights_intact(self) -> bool:
         """What candidates were given still is what the references read."""
-        return all(same_bits(self.given[name], weight) for name, weight in self.weights.items())
+        pairs = [(self.given[name], weight) for name, weight in self._owned.items()]
+        tensors = [pair for pair in pairs if isinstance(pair[1], Tensor)]
+        for given, own in pairs:
+            if isinstance(own, KdaWeights):
+                tensors += zip(vars(given).values(), vars(own).values(), strict=True)
+        return all(same_bits(given, own) for given, own in tensors)
 
     def pools(self) -> Pools:
         """The initial pools, new memory at every call and the same values."""
@@ -159,5 +172,11 @@ class Case:
     def activations(self, step: int) -> dict[str, Tensor]:
         """[T, D] each, in the dtype of the case."""
         problem = self.problem
+        if self.layer is not None:
+            return {"hidden": layer.hidden(self, self.generator(2 + step))}
         x = regimes.token_inputs(self.regime, self.kda, self.weights["a_log"], problem.rows, self.generator(2 + step))
         return {name: value.to(problem.activation) for name, value in x.items()}
+
+
+def _copied(weights: Any) -> Any:
+    return weights.clone() if isinstance(weights, Tensor) else KdaWeights(**{name: x.clone() for name, x in vars(weights).items()})

@@ -1,18 +1,25 @@
 """What can be asked for: operators with signatures, points and implementations; presets; regimes."""
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 from optimized import registry
 from parity.problem import DTYPES, STATE_DTYPES
 from parity.regimes import REGIMES
-from reference import kda, kda_verify
-from reference.points import BOUNDARY, KDA, KDA_CELL
+from reference import kda, kda_mixer, kda_offsets, kda_verify
+from reference.points import BOUNDARY, KDA, KDA_CELL, KDA_MIXER
 from reference.presets import PRESETS
 
-REFERENCES: dict[str, Callable[..., Any]] = {"kda.decode": kda.decode, "kda.prefill": kda.prefill, "kda.verify": kda_verify.verify}
-POINTS = {"kda.decode": KDA_CELL, "kda.prefill": KDA, "kda.verify": KDA_CELL}
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "kda.decode": kda.decode, "kda.prefill": kda.prefill, "kda.verify": kda_verify.verify, "kda.commit": kda_verify.commit,
+    "kda.verify_offsets": kda_offsets.offsets, "kda.mixer": kda_mixer.mixer,
+}  # fmt: skip
+POINTS: dict[str, tuple[str, ...]] = {
+    "kda.decode": KDA_CELL, "kda.prefill": KDA, "kda.verify": KDA_CELL, "kda.commit": KDA_CELL[: KDA_CELL.index("core")],
+    "kda.verify_offsets": (), "kda.mixer": KDA_MIXER,
+}  # fmt: skip
 
 
 def signature(op: str) -> inspect.Signature:
@@ -36,6 +43,10 @@ def listing(signatures: bool) -> str:
     return "\n".join(lines)
 
 
+def _annotation(annotation: Any) -> str:
+    return re.sub(r"(\w+\.)+", "", inspect.formatannotation(annotation))
+
+
 def _rounds(entry: registry.Implementation) -> str:
     if entry.contract is None:
         return "nothing declared"
@@ -44,15 +55,16 @@ def _rounds(entry: registry.Implementation) -> str:
 
 def _signature_lines(op: str) -> list[str]:
     parameters = [f"    {parameter}," for parameter in signature(op).parameters.values()]
-    parameters.insert(2, "    *,")
+    if len(parameters) > 2:
+        parameters.insert(2, "    *,")
     doc = inspect.getdoc(REFERENCES[op]) or ""
     points = ", ".join(f"{point}{' (stored)' if point in BOUNDARY else ''}" for point in POINTS[op])
     return [
         "  def your_function(",
         *parameters,
-        f"  ) -> {signature(op).return_annotation.__name__}",
+        f"  ) -> {_annotation(signature(op).return_annotation)}",
         *(f"    {line}".rstrip() for line in doc.splitlines()),
-        f"  points: {points}",
+        f"  points: {points or 'none, whole numbers'}",
         "  optional attributes: your_function.contract = reference.points.Contract(rounds={...}); your_function.kernels = (names, ...);",
         "                       your_function.capturable = True when it may be captured in a CUDA graph",
         "  use: workbench sweep " + op + " --impl package.module:your_function",

@@ -9,7 +9,7 @@ import torch
 
 from optimized import interpreter, registry
 from optimized.arch import ARCHS, CPU, of_device
-from optimized.registry import Workload
+from optimized.implementation import Workload
 
 
 @dataclass(frozen=True)

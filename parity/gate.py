@@ -3,17 +3,19 @@
 import math
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from optimized.registry import Implementation
-from parity import invariants, limits, localize, metrics, path, trajectory
+from optimized.implementation import Implementation
+from parity import drift, exactly, invariants, limits, localize, metrics, path, trajectory
 from parity.case import Case
 from parity.metrics import Moments, Ratio
+from parity.mixer import oracle_of
 from parity.oracle import Oracle
 from parity.path import Proof
+from parity.phases import PHASES
 from parity.problem import Problem
 from parity.record import Row, Verdict
 from parity.trajectory import CandidateError, FreeRun, ReferenceError, Step
@@ -56,20 +58,23 @@ def blank(problem: Problem, impl: Implementation, reference: Implementation | No
         "tokens": problem.rows, "dtype": problem.dtype, "state_dtype": problem.state_dtype, "regime": problem.regime,
         "steps": problem.steps, "seed": problem.seed, "impl_hash": impl.source_hash(), "contract": contract,
         "verdict": Verdict.VACUOUS, "reason": "", "path": None, "output": None, "state": None, "drift": [], "growth_slope": None,
-        "first_divergence": None, "invariants": {}, "memory": None, "seconds": 0.0,
+        "first_divergence": None, "invariants": {}, "absolute": None, "memory": None, "seconds": 0.0,
     }  # fmt: skip
 
 
 def _run(problem: Problem, impl: Implementation, reference: Implementation | None) -> Row:
     cuda = problem.device.startswith("cuda")
+    impl = replace(impl, kernels=impl.declared(problem.workload()))
     if cuda:
         torch.cuda.reset_peak_memory_stats(problem.device)
+    if PHASES[problem.op].whole_numbers:
+        return exactly.run(problem, impl)
     case, call = Case(problem), impl.load()
     proof = _prove(case, impl, reference)
     held = invariants.check(case, call, capturable=impl.capturable, library=proof.library)
 
     pools = case.pools()
-    oracle = Oracle(case, impl.contract)
+    oracle = oracle_of(case, impl.contract, impl.contexts)
     tally = Tally(oracle, problem)
     launched: Counter[str] = Counter()
     with path.triton_launches(launched):
@@ -79,13 +84,19 @@ def _run(problem: Problem, impl: Implementation, reference: Implementation | Non
     if left_out and proof.proved:
         proof.proved = False
         proof.reason = f"not proved: {left_out[0]} was launched {launched[left_out[0]]} times in {problem.steps} steps"
-    held |= invariants.untouched(pools) | {"inputs_unmodified": tally.inputs_intact, "window_exact": tally.window_exact}
+    held |= invariants.untouched(pools) | {"inputs_unmodified": tally.inputs_intact, _window(problem): tally.window_exact}
     memory = {"pools_bytes": pools.bytes(), "peak_bytes": torch.cuda.max_memory_allocated(problem.device)} if cuda else None
-    verdict, reason = _verdict(proof, oracle, tally, held)
+    absolute = drift.judged(problem, tally.drift)
+    verdict, reason = _verdict(proof, oracle, tally, held, drift.beyond(absolute))
     return tally.row() | {
         "verdict": verdict, "reason": reason, "path": proof.row(str(oracle.lowest).removeprefix("torch.")),
-        "invariants": held, "memory": memory,
+        "invariants": held, "memory": memory, "absolute": absolute,
     }  # fmt: skip
+
+
+def _window(problem: Problem) -> str:
+    """Raw inputs stay as they came; a mixer projects them itself."""
+    return "window_projected" if problem.op == "kda.mixer" else "window_exact"
 
 
 def _prove(case: Case, impl: Implementation, reference: Implementation | None) -> Proof:
@@ -142,7 +153,8 @@ class Tally:
         if over > 1 and (self.largest is None or over > self.largest["over"]):
             row, head = ratio.worst
             sequence = step.call.inputs.tokens.place(row)[0] if name == "output" else row
-            self.largest = {"step": step.call.number, "tensor": name, "sequence": sequence, "head": head, "over": over}
+            whole = name == "output" and self.oracle.case.output[0] == 1 < self.oracle.case.problem.heads  # of a mixer
+            self.largest = {"step": step.call.number, "tensor": name, "sequence": sequence, "head": None if whole else head, "over": over}
 
     def beyond(self) -> dict[str, float]:
         """Tensors beyond their limit, by how much: of any one step, or of all of them together."""
@@ -164,8 +176,8 @@ class Tally:
         over = max(self.worst_step[name], ratio.over(limit))
         return {
             "rel_l2": metrics.rel_l2(total), "worst_head": metrics.worst_head(total), "noise_ratio": ratio.tensor,
-            "noise_ratio_head": ratio.head, "worst_step_over": self.worst_step[name], "limit": limit.tensor,
-            "limit_head": limit.head, "would_pass": over,
+            "noise_ratio_head": ratio.head, "near_ties": metrics.excused(total),
+            "worst_step_over": self.worst_step[name], "limit": limit.tensor, "limit_head": limit.head, "would_pass": over,
         }  # fmt: skip
 
     def _ulp_quantile(self, share: float) -> int:
@@ -182,9 +194,9 @@ def growth_slope(points: list[tuple[int, float]]) -> float | None:
     return sum((x - mean_x) * (y - mean_y) for x, y in logs) / spread
 
 
-def _verdict(proof: Proof, oracle: Oracle, tally: Tally, held: dict[str, bool]) -> tuple[Verdict, str]:
+def _verdict(proof: Proof, oracle: Oracle, tally: Tally, held: dict[str, bool], far: list[str]) -> tuple[Verdict, str]:
     """FAIL > INCONCLUSIVE > VACUOUS > PASS."""
-    failures = [f"{name} is {over:.3g} times its limit in its worst step" for name, over in tally.beyond().items()]
+    failures = [f"{name} is {over:.3g} times its limit in its worst step" for name, over in tally.beyond().items()] + far
     broken = sorted((name for name, kept in held.items() if not kept), key="inputs_unmodified".__ne__)  # what breaks the others first
     if broken:
         failures.append(f"invariants broken: {', '.join(broken)}")

@@ -143,8 +143,10 @@ def _neighbours(bench: Bench) -> bool | None:
     return bench.equals_base(out, pools, slice(0, batch - 1))
 
 
-def _fresh(bench: Bench) -> bool:
+def _fresh(bench: Bench) -> bool | None:
     """A fresh sequence starts from zero whatever its slot holds: NaN, inf, or zeros give the same bits."""
+    if PHASES[bench.case.problem.op].flushes:
+        return None
     place = torch.arange(bench.case.problem.batch, device=bench.base.device)
 
     def filled(value: float, rows: Tensor) -> Callable[[Pools], None]:
@@ -180,7 +182,7 @@ def _reversed_programs(bench: Bench) -> bool | None:
 
 def _graph_replay(bench: Bench) -> bool | None:
     """A graph captured on other inputs and slots gives, on the current ones, what a direct call gives; twice, with a call between."""
-    if bench.base.device.type != "cuda" or not bench.capturable:
+    if bench.base.device.type != "cuda" or not bench.capturable or PHASES[bench.case.problem.op].flushes:
         return None
     pools, x = bench.pools(), bench.case.inputs(bench.step + 1).tensors
     pools.slots.copy_(bench.base_pools.slots.flip(0))

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from parity import limits, metrics
 from parity.case import Pools
-from parity.oracle import Oracle, Prediction
+from parity.mixer import MixerOracle
+from parity.oracle import Judged, Oracle, Prediction, Stored
 from parity.phases import PHASES
 from parity.tokens import Tokens
 from parity.trajectory import Step
-from reference.points import BOUNDARY, KDA_CELL, At, exact, rounding
+from reference.points import BOUNDARY, KDA_CELL, KDA_MIXER, At, exact, rounding
 
 ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,31 +38,40 @@ def first_divergence(oracle: Oracle, pools: Pools, step: Step, tensor: str, row:
     call, tokens = step.call, step.call.inputs.tokens
     sequence, token = tokens.place(row) if tensor == "output" else (row, 0)
     start = _start(step, sequence)
-    gold = oracle.gold(*start)
+    own = call.out[tokens.rows(slice(sequence, sequence + 1))], *(x[pools.index[[sequence]]] for x in (pools.state, pools.window))
+    stored = Stored(*own)
+    judged = oracle.judged(*start, stored)
+    gold = judged.gold
     facts: dict[str, Any] = {"step": call.number, "tensor": tensor, "sequence": sequence, "head": head}
     if tensor == "output" and tokens.longest > 1:
         facts["token"] = token
     if tensor == "window":
-        return facts | _in_window(oracle, pools.window[pools.index[sequence]], gold.window[0])
-    out, state = call.out[tokens.rows(slice(sequence, sequence + 1))], pools.state[pools.index[sequence]]
+        return facts | _in_window(oracle, stored.window[0], gold.window[0])
+    out, state = stored.out, stored.state[0]
+    axes = {"output": ("value",), "state": ("value", "key")}[tensor]
+    if tensor == "output" and oracle.case.layer is not None:
+        facts["head"], axes = None, ("hidden",)
     candidate, expected = (out[token], gold.out[token]) if tensor == "output" else (state, gold.state[0])
-    facts |= _element(candidate[head], expected[head], ("value",) if tensor == "output" else ("value", "key"))
+    facts |= _element(candidate[head], expected[head], axes)
     fallback = "out" if tensor == "output" else "state"
     if not bool(candidate.isfinite().all()):
         return facts | {"point": fallback, "cause": "not finite where the gold is"}
-    return facts | _explain(oracle, step, sequence, out, state, gold, fallback)
+    return facts | _explain(oracle, step, sequence, stored, judged, fallback)
 
 
 def _in_window(oracle: Oracle, window: Tensor, gold: Tensor) -> dict[str, Any]:
     """The first channel of a window [3, channels] that differs, with its section and head."""
-    tap, channel = (int(i) for i in (window != gold).T.nonzero()[0].flip(0))
+    if oracle.case.layer is None:
+        tap, channel = (int(i) for i in (window != gold).T.nonzero()[0].flip(0))
+    else:  # the newest differ by their rounding
+        tap, channel = divmod(int((window - gold).abs().nan_to_num(torch.inf).argmax()), window.shape[1])
     kda, heads = oracle.case.kda, oracle.case.problem.heads
     keys = heads * kda.key_dim
     section = "qkv"[min(channel // keys, 2)]
     place, width = channel - "qkv".index(section) * keys, kda.value_dim if section == "v" else kda.key_dim
     return {
         "head": place // width, "channel": {"tap": tap, "channel": channel}, "candidate": float(window[tap, channel]),
-        "gold": float(gold[tap, channel]), "ulp": None, "point": "conv",
+        "gold": float(gold[tap, channel]), "ulp": None, "point": "conv" if oracle.case.layer is None else "proj_qkv",
         "cause": f"section {section} of the window is not the raw inputs shifted by one",
     }  # fmt: skip
 
@@ -81,15 +91,17 @@ def _element(candidate: Tensor, gold: Tensor, axes: tuple[str, ...]) -> dict[str
     return {"channel": dict(zip(axes, index, strict=True)), "candidate": float(value), "gold": float(expected), "ulp": ulp}
 
 
-def _explain(oracle: Oracle, step: Step, sequence: int, out: Tensor, state: Tensor, gold: Prediction, fallback: str) -> dict[str, str]:
+def _explain(oracle: Oracle, step: Step, sequence: int, stored: Stored, judged: Judged, fallback: str) -> dict[str, str]:
     """The hypothesis that leaves the least of the residual, over the heads that are off; unknown when it leaves too much."""
+
+    out, state, gold = stored.out, stored.state[0], judged.gold
 
     def residual(prediction: Prediction) -> Tensor:  # [H]
         return _share(*(x.transpose(0, 1) for x in (out, prediction.out, gold.out))) + _share(state, prediction.state[0], gold.state[0])
 
     before = residual(gold)
     off = before >= limits.OFF_HEADS * before.max()
-    found = [(float(residual(h.prediction)[off].sum()), h) for h in _hypotheses(oracle, step, sequence)]
+    found = [(float(residual(h.prediction)[off].sum()), h) for h in _hypotheses(oracle, step, sequence, judged.at)]
     left, best = min(found, key=lambda pair: pair[0])
     if left <= limits.EXPLAINED**2 * float(before[off].sum()):
         return {"point": best.point, "cause": best.cause}
@@ -104,14 +116,13 @@ def _share(candidate: Tensor, predicted: Tensor, gold: Tensor) -> Tensor:
     return error.square().flatten(1).sum(1) / gold.square().flatten(1).sum(1).clamp(min=limits.SMALLEST_NORMAL)
 
 
-def _hypotheses(oracle: Oracle, step: Step, sequence: int) -> Iterator[Hypothesis]:
+def _hypotheses(oracle: Oracle, step: Step, sequence: int, contract: At) -> Iterator[Hypothesis]:
     tokens, state, window = _start(step, sequence)
 
     def predict(at: At = exact, state: Tensor = state, window: Tensor = window, **changed: object) -> Prediction:
-        contract = rounding(oracle.roundings)
         return oracle.predict(tokens, state, window, torch.float64, lambda name, value: at(name, contract(name, value)), **changed)
 
-    for point in KDA_CELL:
+    for point in KDA_CELL if oracle.case.layer is None else KDA_MIXER:
         for name, dtype in ROUNDED.items():
             if oracle.roundings.get(point) != dtype and (point not in BOUNDARY or point == "state"):
                 yield Hypothesis(point, f"{point} rounded to {name}", predict(rounding({point: dtype})))
@@ -121,11 +132,13 @@ def _hypotheses(oracle: Oracle, step: Step, sequence: int) -> Iterator[Hypothesi
             pair = predict(rounding({first: dtype, second: dtype}))
             yield Hypothesis(first, f"{first} and {second} rounded to {oracle.case.problem.dtype}", pair)
     for point in oracle.roundings:
-        others = {name: dtype for name, dtype in oracle.roundings.items() if name != point}
-        unrounded = oracle.predict(tokens, state, window, torch.float64, rounding(others))
+        unrounded = oracle.predict(tokens, state, window, torch.float64, _without(point, contract))
         yield Hypothesis(point, f"{point} not rounded, against its contract", unrounded)
     if oracle.roundings:
         yield Hypothesis("conv", "nothing rounded inside, against its contract", oracle.predict(tokens, state, window, torch.float64))
+    if isinstance(oracle, MixerOracle):
+        for point, cause, layer in oracle.mistaken():
+            yield Hypothesis(point, cause, oracle.predict(tokens, state, window, torch.float64, rounding(oracle.roundings), layer=layer))
     inputs = step.call.inputs
     for cause, runs in PHASES[oracle.case.problem.op].mistaken(oracle.case, step.call.number, inputs.activations).items():
         own = runs[sequence : sequence + 1]
@@ -156,6 +169,10 @@ def _hypotheses(oracle: Oracle, step: Step, sequence: int) -> Iterator[Hypothesi
             yield Hypothesis("state", cause, Prediction(taken.out, state.double(), taken.window))
     fresh = predict(state=torch.zeros_like(state))
     yield Hypothesis("state", "state ignored: started from zero", fresh)
+
+
+def _without(point: str, contract: At) -> At:
+    return lambda name, x: x if name == point else contract(name, x)
 
 
 def _replaced(point: str, value: float) -> At:

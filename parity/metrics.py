@@ -19,9 +19,12 @@ def half_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.ones_like(x), exponent - int(digits) - 1)
 
 
-def beyond_rounding(candidate: Tensor, gold: Tensor, stored: torch.dtype) -> Tensor:
-    """|candidate - gold|, less what storing the gold would cost: half an ulp of a 16-bit boundary, nothing for FP32."""
-    error = (candidate - gold).abs()
+def beyond_rounding(candidate: Tensor, gold: Tensor, stored: torch.dtype, ties: Tensor | float = 0.0) -> Tensor:
+    """|candidate - gold|, less what storing the gold would cost: half an ulp of a 16-bit boundary, nothing for FP32.
+
+    ties: of each element, what flips of near ties may add to it.
+    """
+    error = ((candidate - gold).abs() - ties).clamp(min=0)
     if stored != torch.float32:
         error = (error - half_ulp(gold, stored)).clamp(min=0)
     both_tiny = (candidate.abs() < limits.SMALLEST_NORMAL) & (gold.abs() < limits.SMALLEST_NORMAL)
@@ -44,14 +47,14 @@ def _ordered(x: Tensor) -> Tensor:
 class Moments:
     """Sums of squares of one boundary tensor at one step, each [N, H] in FP64.
 
-    error: candidate against contract gold beyond its rounding. floor: what healthy noise makes of it. ties: what flips of
-    near ties would. gold: of it.
+    error: candidate against contract gold beyond its rounding. excused: of that, what flips of near ties explain and
+    `error` no longer holds. floor: what healthy noise makes of it. gold: of it.
     difference, dot, candidate, exact: of the candidate and the exact gold, for cosine and relative L2.
     """
 
     error: Tensor
+    excused: Tensor
     floor: Tensor
-    ties: Tensor
     gold: Tensor
     difference: Tensor
     dot: Tensor
@@ -80,8 +83,8 @@ def moments(candidate: Tensor, gold: Tensor, exact: Tensor, floor: Tensor, store
     safe = torch.where(finite, candidate, 0)
     return Moments(
         error=squares(beyond_rounding(safe, gold, stored)),
+        excused=torch.zeros_like(non_finite, dtype=torch.float64),
         floor=squares(floor.double() - gold),
-        ties=torch.zeros_like(non_finite, dtype=torch.float64),
         gold=squares(gold),
         difference=squares(safe - exact),
         dot=(safe * exact).flatten(2).sum(-1),
@@ -103,8 +106,9 @@ class Ratio:
         return self.tensor <= limit.tensor and self.head <= limit.head
 
     def over(self, limit: Limit) -> float:
-        """How many times the limit; over 1 is a failure."""
-        return max(self.tensor / limit.tensor, self.head / limit.head)
+        """How many times the limit; over 1 is a failure. What is no number is beyond every limit."""
+        shares = (self.tensor / limit.tensor, self.head / limit.head)
+        return math.inf if any(map(math.isnan, shares)) else max(shares)
 
 
 def noise_ratio(m: Moments) -> Ratio:
@@ -113,7 +117,7 @@ def noise_ratio(m: Moments) -> Ratio:
         return Ratio(0.0, 0.0, (0, 0))
     heads = head_ratios(m)
     flat = int(heads.argmax())
-    tensor_floor = torch.maximum(m.floor.sum().sqrt(), m.gold.sum().sqrt() * limits.LEAST_FLOOR) + m.ties.sum().sqrt()
+    tensor_floor = torch.maximum(m.floor.sum().sqrt(), m.gold.sum().sqrt() * limits.LEAST_FLOOR)
     tensor = _divide(_errors(m).square().sum().sqrt(), tensor_floor)
     return Ratio(float(tensor), float(heads.flatten()[flat]), (flat // heads.shape[1], flat % heads.shape[1]))
 
@@ -128,11 +132,11 @@ def _errors(m: Moments) -> Tensor:
 
 
 def head_floors(m: Moments) -> Tensor:
-    """A head's floor, at least the median head's relative floor times its own norm, and its own near ties, [N, H]."""
+    """A head's floor, at least the median head's relative floor times its own norm, [N, H]."""
     floor, gold = m.floor.sqrt(), m.gold.sqrt()
     relative = torch.where(gold > 0, floor / gold, torch.inf)
     median = relative[relative.isfinite()].median() if relative.isfinite().any() else torch.tensor(0.0)
-    return torch.maximum(floor, gold * median.clamp(min=limits.LEAST_FLOOR).item()) + m.ties.sqrt()
+    return torch.maximum(floor, gold * median.clamp(min=limits.LEAST_FLOOR).item())
 
 
 def _divide(error: Tensor, floor: Tensor) -> Tensor:
@@ -167,6 +171,11 @@ def worst_head(m: Moments) -> dict[str, float | int] | None:
     relative = relative.masked_fill(m.non_finite > 0, torch.inf)
     flat = int(relative.argmax())
     return {"sequence": flat // relative.shape[1], "head": flat % relative.shape[1], "rel_l2": float(relative.flatten()[flat])}
+
+
+def excused(m: Moments) -> float:
+    """The error that flips of near ties explain, relative to the gold."""
+    return float(m.excused.sum().sqrt() / m.gold.sum().sqrt().clamp(min=limits.SMALLEST_NORMAL))
 
 
 def conditioning(m: Moments) -> float:

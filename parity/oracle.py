@@ -10,7 +10,7 @@ from torch import Tensor
 from parity import limits
 from parity.case import Case
 from parity.tokens import Tokens
-from reference import kda, kda_chunk, kda_verify
+from reference import kda, kda_chunk, kda_mixer, kda_verify
 from reference.points import At, Contract, exact, flipped, grafted, rounding, tapped, tie_distance
 from reference.precision import full_precision
 
@@ -28,14 +28,40 @@ class Prediction:
     rounded: list[dict[str, Tensor]] = field(default_factory=list)
 
 
+@dataclass
+class Stored:
+    """What a candidate's step left: out [T, H, V], state [N, H, V, K], window [N, 3, channels]."""
+
+    out: Tensor
+    state: Tensor
+    window: Tensor
+
+
+@dataclass
+class Judged:
+    """What a step is judged by. window_held: whose windows are what they may be, bool [N]. at: the gold's contract, as a step of a
+    mixer was settled, and cell: the activations that it gave.
+    """
+
+    gold: Prediction
+    exact: Prediction
+    floor: Prediction
+    window_held: Tensor
+    at: At
+    cell: Tokens | None = None
+
+
 class Oracle:
     """Gold for a case under a contract. `lowest` is the least precise floating dtype that any gold passed through."""
 
     def __init__(self, case: Case, contract: Contract | None) -> None:
         self.case = case
         self.declared = contract is not None
-        self.roundings = (contract or Contract()).resolve(case.problem.activation)
-        self.chunked = contract is not None and contract.accumulate != "fp32" and bool(self.roundings)
+        self.contract = contract or Contract()
+        self.roundings = self.contract.resolve(case.problem.activation)
+        self.chunked = self.contract.accumulate != "fp32" and bool(self.roundings)
+        # Triton's interpreter multiplies FP32 operands in FP32, tensor cores in TF32
+        self.tf32 = self.contract.accumulate == "mma_tf32" and case.problem.device.startswith("cuda")
         self.lowest = torch.float64
 
     @full_precision
@@ -58,7 +84,7 @@ class Oracle:
         new_state, new_window = state.to(dtype, copy=True).contiguous(), window.to(dtype, copy=True)
         out = kda_chunk.prefill(
             q, k, **arguments, state=new_state, window=new_window, slots=torch.arange(len(state), dtype=torch.int32, device=state.device),
-            cu_seqlens=torch.tensor(tokens.offsets, dtype=torch.int32, device=state.device), at=at,
+            cu_seqlens=torch.tensor(tokens.offsets, dtype=torch.int32, device=state.device), form=self.contract.form, at=at,
         )  # fmt: skip
         return Prediction(out.unflatten(1, (state.shape[1], -1)), new_state, new_window)
 
@@ -99,14 +125,23 @@ class Oracle:
         """What is healthy: the FP32 reference, going on from the gold's values where the contract rounds.
 
         A rounding swallows the noise before it, or flips it at a near tie: that is allowed for head by head, and no noise.
-        The chunk form rounds so much that flips are everywhere: there those of all near ties are part of the noise.
+        The chunk form rounds so much that flips are everywhere: there those of all near ties are part of the noise, and so is
+        what TF32 makes of the matrices that its contract leaves in FP32.
         """
         if self.chunked:
-            single = self.predict(tokens, state, window, torch.float32, rounding(self.roundings))
+            healthy = rounding(self.roundings)
+            single = self.predict(tokens, state, window, torch.float32, in_tf32(healthy, state.device) if self.tf32 else healthy)
             turned = self.predict(tokens, state, window, torch.float64, all_flipped(self.roundings))
             out = spread(gold.out, single.out, turned.out)
             return Prediction(out, spread(gold.state, single.state, turned.state), gold.window)
         return self.predict(tokens, state, window, torch.float32, [grafted(values) for values in gold.rounded])
+
+    def judged(self, tokens: Tokens, state: Tensor, window: Tensor, stored: Stored) -> Judged:
+        """Gold, exact gold and floor of a step from rows, and whether its windows are the raw inputs bit by bit."""
+        gold = self.gold(tokens, state, window)
+        exact = self.exact(tokens, state, window) if self.roundings else gold
+        held = (stored.window == gold.window).flatten(1).all(1)  # raw inputs, which no computation touches
+        return Judged(gold, exact, self.floor(tokens, state, window, gold), held, rounding(self.roundings))
 
     def _watched(self, at: At) -> At:
         def watch(name: str, x: Tensor) -> Tensor:
@@ -115,6 +150,19 @@ class Oracle:
             return at(name, x)
 
         return watch
+
+
+def in_tf32(inner: At, device: torch.device) -> At:
+    """Gram matrices and their inverse as far off as products of TF32 operands may be: a draw, the same at every call."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def at(name: str, x: Tensor) -> Tensor:
+        if name in ("akk", "aqk", "inv"):
+            size = torch.maximum(x.abs(), x.square().mean(-1, keepdim=True).sqrt())
+            x = x + limits.TF32_NOISE * size * torch.randn(x.shape, generator=generator, dtype=x.dtype, device=device).where(x != 0, 0)
+        return inner(name, x)
+
+    return at
 
 
 def all_flipped(dtypes: Mapping[str, torch.dtype]) -> At:
@@ -151,5 +199,15 @@ Operator = Callable[..., Tensor]
 
 def entry_points() -> frozenset[object]:
     """Code of the reference's operators: a candidate that enters one of these is compared with itself."""
-    functions = (kda.decode, kda.prefill, kda.step, kda_chunk.prefill, kda_chunk.chunk_step, kda_verify.verify, kda_verify.commit)
+    functions = (
+        kda.decode,
+        kda.prefill,
+        kda.step,
+        kda_chunk.prefill,
+        kda_chunk.chunk_step,
+        kda_verify.verify,
+        kda_verify.commit,
+        kda_mixer.mixer,
+        kda_mixer.project,
+    )
     return frozenset(getattr(function, "__wrapped__", function).__code__ for function in functions)

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized import interpreter
-from optimized.registry import Implementation
+from optimized.implementation import Implementation
 from parity import oracle
 
 ATEN = "aten::"

@@ -37,6 +37,7 @@ REGIMES = {
 }
 DEFAULT_REGIMES = ("random", "slow")
 
+BETA_SPREAD = 1.5  # of its logit
 # sigmoid of these is 0 in FP32, 1e-8, 1 - 2^-9 and 1.
 ADVERSARIAL_BETA = (-200.0, -18.420681, 6.2363696, 40.0)
 
@@ -50,11 +51,20 @@ def gate_bias(regime: Regime, kda: KdaShape, a_log: Tensor, generator: torch.Gen
     return bias.flatten()
 
 
+def gate_spread(regime: Regime, kda: KdaShape, a_log: Tensor) -> Tensor:
+    """[H]: the spread of the raw gate f over tokens."""
+    return _token_spread(regime, kda) / a_log.exp() if kda.lower_bound is not None else torch.full_like(a_log, _token_spread(regime, kda))
+
+
 def gate_input(regime: Regime, kda: KdaShape, a_log: Tensor, tokens: int, generator: torch.Generator) -> Tensor:
     """f [T, H*K]: the part of the gate's argument that belongs to the token."""
-    _, spread = regime.bounded if kda.lower_bound is not None else regime.softplus
-    argument = _normal((tokens, a_log.shape[0], kda.key_dim), generator) * (0.6 * spread)
+    argument = _normal((tokens, a_log.shape[0], kda.key_dim), generator) * _token_spread(regime, kda)
     return (argument / a_log.exp()[:, None] if kda.lower_bound is not None else argument).flatten(1)
+
+
+def _token_spread(regime: Regime, kda: KdaShape) -> float:
+    _, spread = regime.bounded if kda.lower_bound is not None else regime.softplus
+    return 0.6 * spread
 
 
 def token_inputs(regime: Regime, kda: KdaShape, a_log: Tensor, tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -66,7 +76,7 @@ def token_inputs(regime: Regime, kda: KdaShape, a_log: Tensor, tokens: int, gene
         "v": _normal((tokens, heads * kda.value_dim), generator) * regime.value,
         "f": gate_input(regime, kda, a_log, tokens, generator),
         "gate": _normal((tokens, heads * kda.value_dim), generator),
-        "beta": _normal((tokens, heads), generator) * 1.5,
+        "beta": _normal((tokens, heads), generator) * BETA_SPREAD,
     }
     if regime.name == "spiky":  # mostly small, positive outliers: v from about -0.3 to 25 was seen in a real model
         x["v"] = x["v"].abs() - 0.3

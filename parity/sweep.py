@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from optimized import registry
-from optimized.registry import Implementation
+from optimized.arch import CPU
+from optimized.implementation import Implementation
 from parity import gate, record
-from parity.phases import PHASES
-from parity.problem import Problem, parse
+from parity.phases import PHASES, Phase
+from parity.problem import Problem, parse, whole_number
 from parity.record import Record, Row, Verdict
 from parity.regimes import DEFAULT_REGIMES
 
@@ -25,8 +26,8 @@ class Options:
     model: tuple[str, ...] = ("glm-5.3-flash",)
     heads: tuple[int, ...] = (2,)
     batch: tuple[int, ...] = (2,)
-    drafts: tuple[int, ...] = (1,)
-    tokens: tuple[int, ...] = (20,)
+    drafts: tuple[int, ...] = ()  # none: the operator's own
+    tokens: tuple[int, ...] = ()
     dtype: tuple[str, ...] = ("bf16",)
     state_dtype: tuple[str, ...] = ("fp32", "bf16")
     regime: tuple[str, ...] = DEFAULT_REGIMES
@@ -37,7 +38,8 @@ class Options:
     device: str = "cpu"
 
 
-ON_GPU = replace(Options(), heads=(16, 64), batch=(1, 16), drafts=(3,), tokens=(1024,))
+ON_GPU = replace(Options(), heads=(16, 64), batch=(1, 16))
+DRAFTS, TOKENS = (1, 3), (20, 1024)  # of a sweep on a CPU, where kernels are interpreted, and on a GPU
 LISTS = {field.name for field in fields(Options) if field.name not in ("steps", "reference", "device")}
 NUMBERS = {"heads", "batch", "drafts", "tokens", "seed"}
 
@@ -88,12 +90,8 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _integer(name: str, value: Any) -> int:
-    try:
-        if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
-            raise ValueError
-        return int(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name.replace('_', '-')}: expected a whole number, got {value!r}") from None
+    whole = isinstance(value, float) and value.is_integer()
+    return whole_number(name.replace("_", "-"), int(value) if whole else value)
 
 
 @dataclass(frozen=True)
@@ -108,12 +106,14 @@ class Task:
 def tasks(options: Options) -> list[Task]:
     """Every row of a sweep, checked before the first one runs."""
     found = []
-    own = [name for name in options.impl if ":" in name]
-    if own and not options.op:
-        raise ValueError(f"operator: {own[0]} implements one of {', '.join(registry.operators())}; name it before --impl")
+    users = [name for name in options.impl if ":" in name]
+    if users and not options.op:
+        raise ValueError(f"operator: {users[0]} implements one of {', '.join(registry.operators())}; name it before --impl")
     for problem in problems(options):
-        here = tuple(entry.name for entry in registry.implementations(problem.op))
-        elsewhere = {entry.name for op in registry.operators() for entry in registry.implementations(op)}.difference(here)
+        interpreted = problem.workload().arch == CPU
+        here = tuple(entry.name for entry in registry.implementations(problem.op) if not (interpreted and entry.patient))
+        own = {entry.name for entry in registry.implementations(problem.op)}
+        elsewhere = {entry.name for op in registry.operators() for entry in registry.implementations(op)} - own
         names = [name for name in options.impl or here if name not in elsewhere or options.op]
         reference = None if options.reference == gate.REFERENCE else registry.find(problem.op, options.reference)
         found += [Task(problem, registry.find(problem.op, name), reference) for name in names]
@@ -121,19 +121,28 @@ def tasks(options: Options) -> list[Task]:
 
 
 def problems(options: Options) -> list[Problem]:
-    """The problems that options name: cases as they are, operators times the lists."""
+    """The problems that options name, each once: cases as they are, operators times the lists."""
     ops = options.op or registry.operators()
-    return [problem for op in ops for problem in ([parse(op)] if ":" in op else _product(op, options))]
+    return list(dict.fromkeys(problem for op in ops for problem in ([parse(op, options.device)] if ":" in op else _product(op, options))))
 
 
 def _product(op: str, options: Options) -> Iterator[Problem]:
     phase = PHASES.get(op, PHASES["kda.decode"])  # an operator that does not exist: the problem says so
-    drafts = options.drafts if phase.drafted else (0,)
-    tokens = options.tokens if phase.varlen else (0,)
     steps = phase.steps[options.device.startswith("cuda")] if options.steps is None else options.steps
+    if phase.whole_numbers:  # no tensor of a model takes part
+        options = replace(options, **{name: getattr(options, name)[:1] for name in ("model", "heads", "dtype", "state_dtype", "regime")})
     cases = itertools.product(options.model, options.heads, options.batch, options.dtype, options.state_dtype, options.regime)
-    for case, seed, *runs in itertools.product(cases, options.seed, drafts, tokens):
+    for case, seed, runs in itertools.product(cases, options.seed, _runs(phase, options)):
         yield Problem(op, *case, steps, options.device, seed, *runs)
+
+
+def _runs(phase: Phase, options: Options) -> list[tuple[int, int]]:
+    """Drafts and tokens. An operator of several phases decodes, unless either is named: then a verify of each, a prefill of each."""
+    gpu = options.device.startswith("cuda")
+    if phase.mixed:
+        return [*((drafts, 0) for drafts in options.drafts), *((0, tokens) for tokens in options.tokens)] or [(0, 0)]
+    drafts = (options.drafts or (DRAFTS[gpu],)) if phase.drafted else (0,)
+    return list(itertools.product(drafts, (options.tokens or (TOKENS[gpu],)) if phase.varlen else (0,)))
 
 
 def run(

@@ -1,8 +1,8 @@
 """Near ties: where a contract rounds inside, healthy noise may round a value that lies near a tie to the other side.
 
 One such flip moves its head by more than a small fault would, so a limit for all heads can't allow for it. It is allowed for
-where it can happen: the floor of a head that is off grows by what a flip of each of its own near ties would do. Heads
-without near ties keep their floor, and a fault is seen there.
+where it can happen: each element of a head that is off may be wrong by what flips of the head's own near ties would do to
+this element, added up. What is beyond that is the head's error; its floor and its limit stay as they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parity import limits, metrics
-from parity.case import Call, Case
+from parity.case import Call, Case, Pools
 from parity.metrics import Moments
 from parity.oracle import Oracle, Prediction
 from parity.tokens import Tokens
@@ -22,29 +22,40 @@ Shape = tuple[int, int, int]
 GROUP = 512  # heads at a time: what bounds the memory
 
 
-def allow(oracle: Oracle, call: Call, stored: torch.dtype, output: Moments, state: Moments) -> None:
-    """Fill in `ties` of a step's moments, for heads that are off. stored: the pool's dtype.
+def allow(oracle: Oracle, call: Call, pools: Pools, output: Moments, state: Moments) -> None:
+    """Take what near ties explain out of the errors of a step's moments, for heads that are off. pools: after the step.
 
     Nothing to do, and nothing done, where the contract rounds nothing inside.
     """
     if not oracle.roundings or oracle.chunked:
         return
     tokens = call.inputs.tokens
-    off = [metrics.head_ratios(m) > limits.boundary(dtype).tensor / 2 for m, dtype in ((output, call.out.dtype), (state, stored))]
+    dtypes = call.out.dtype, pools.state.dtype
+    off = [metrics.head_ratios(m) > limits.boundary(dtype).tensor / 2 for m, dtype in zip((output, state), dtypes, strict=True)]
     starts = torch.tensor(tokens.offsets, device=off[0].device)
     owner = torch.repeat_interleave(torch.arange(len(tokens.length), device=starts.device), starts.diff())  # of each row of the output
     pairs = off[1].index_put((owner,), off[0], accumulate=True).nonzero()  # below half, no head can take a tensor beyond its limit
     for shape, group in _groups(tokens, pairs):
         sequence, head = group.unbind(1)
-        out, after = _Flips(oracle, gather(oracle.case, call, sequence, head, shape)).effects()
+        flips = _Flips(oracle, gather(oracle.case, call, sequence, head, shape))
+        out, after = flips.effects()
         rows = starts[sequence, None] + torch.arange(out.shape[1], device=starts.device)
-        output.ties[rows, head[:, None]], state.ties[sequence, head] = out.square(), after.square()
+        _excuse(output, (rows, head[:, None]), call.out[rows, head[:, None]], flips.gold.out.transpose(0, 1), out)
+        _excuse(state, (sequence, head), pools.state[pools.index[sequence], head], flips.gold.state[0], after)
+
+
+def _excuse(m: Moments, where: tuple[Tensor, ...], candidate: Tensor, gold: Tensor, ties: Tensor) -> None:
+    """Errors of some heads, each element less what near ties may have moved it."""
+    finite = torch.where(candidate.isfinite(), candidate.double(), 0)
+    error = m.error[where]
+    left = metrics.beyond_rounding(finite, gold, candidate.dtype, ties).square().flatten(error.ndim).sum(-1)
+    m.excused[where], m.error[where] = (error - left).clamp(min=0), left
 
 
 def _groups(tokens: Tokens, pairs: Tensor) -> Iterator[tuple[Shape, Tensor]]:
     """(sequence, head) pairs whose sequences run alike, so that they can be heads of one sequence."""
     shapes = list(zip(tokens.length, tokens.replayed, tokens.stored, strict=True))
-    for shape in dict.fromkeys(shapes):
+    for shape in (shape for shape in dict.fromkeys(shapes) if shape[0]):  # without a token nothing rounds
         alike = torch.tensor([own == shape for own in shapes], device=pairs.device)
         yield from ((shape, group) for group in pairs[alike[pairs[:, 0]]].split(GROUP) if len(group))
 
@@ -117,9 +128,9 @@ class _Flips:
         self.distance = torch.cat([tie_distance(x, oracle.roundings[point]) for point, x in zip(self.points, values, strict=True)], dim=2)
 
     def effects(self) -> tuple[Tensor, Tensor]:
-        """How far each row of the output [M, T] and the state [M] may be moved.
+        """How far each element of the output [M, T, V] and the state [M, V, K] may be moved.
 
-        Element by element: by each near tie alone, added up, and by the values that these flips may carry to a tie of their own.
+        By each near tie alone, added up, and by the values that these flips may carry to a tie of their own.
         """
         near = (self.distance <= self.reach).flatten(1)
         out, state, shift = (torch.zeros_like(x) for x in (self.gold.out.transpose(0, 1), self.gold.state[0], self.values))
@@ -131,7 +142,7 @@ class _Flips:
         rows = carried.any(1).nonzero().flatten()
         if len(rows):
             self._add(rows, carried[rows], out, state, shift)
-        return out.norm(dim=2), state.flatten(1).norm(dim=1)
+        return out, state
 
     def _add(self, rows: Tensor, marks: Tensor, out: Tensor, state: Tensor, shift: Tensor) -> None:
         """Add what flipping the marked values moves: the output, the state, and the values before they round."""

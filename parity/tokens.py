@@ -4,7 +4,7 @@ Decode is one token for each sequence, and prefill any number. Verify is the acc
 only replayed, then the golden token, after which the pools are stored, then the drafts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,27 +14,34 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Tokens:
     """x: activations [N, L, D], padded to the longest run. For each run: its length, how many tokens at its start are
-    replayed and have no output, and after how many the pools are stored.
+    replayed and have no output, and after how many the pools are stored. contexts: of a mixer, which are prefilled.
     """
 
     x: dict[str, Tensor]
     length: tuple[int, ...]
     replayed: tuple[int, ...]
     stored: tuple[int, ...]
+    contexts: tuple[bool, ...] = field(default=(), kw_only=True)
 
     @classmethod
     def single(cls, x: dict[str, Tensor]) -> "Tokens":
         """One token for each sequence, x [N, D]."""
-        count = len(x["q"])
+        count = len(next(iter(x.values())))
         return cls({name: value[:, None] for name, value in x.items()}, (1,) * count, (0,) * count, (1,) * count)
 
     def __getitem__(self, sequences: slice) -> "Tokens":
         x = {name: value[sequences] for name, value in self.x.items()}
-        return Tokens(x, self.length[sequences], self.replayed[sequences], self.stored[sequences])
+        length, replayed, stored = (own[sequences] for own in (self.length, self.replayed, self.stored))
+        return Tokens(x, length, replayed, stored, contexts=self.contexts[sequences])
 
     @property
     def longest(self) -> int:
-        return self.x["q"].shape[1]
+        return self.any.shape[1]
+
+    @property
+    def any(self) -> Tensor:
+        """One of the activations, for its sizes."""
+        return next(iter(self.x.values()))
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -49,7 +56,7 @@ class Tokens:
     def reversed_rows(self) -> Tensor:
         """The rows of the output, or of activations without replayed tokens, with the sequences in reverse order."""
         parts = [torch.arange(start, end) for start, end in pairwise(self.offsets)]
-        return torch.cat([torch.arange(0), *reversed(parts)]).to(self.x["q"].device)
+        return torch.cat([torch.arange(0), *reversed(parts)]).to(self.any.device)
 
     def place(self, row: int) -> tuple[int, int]:
         """The sequence and the token of a row of the output."""
@@ -62,7 +69,7 @@ class Tokens:
             i * self.longest + t for i, (skip, end) in enumerate(zip(self.replayed, self.length, strict=True)) for t in range(skip, end)
         ]
         flat = padded.flatten(0, 1)
-        return flat if len(places) == len(flat) else flat[torch.tensor(places, device=flat.device)]
+        return flat if len(places) == len(flat) else flat[torch.tensor(places, dtype=torch.long, device=flat.device)]
 
     def runs(self, token: int) -> Tensor | None:
         """Which sequences have a token so far in, bool [N]; None: all."""
@@ -73,4 +80,4 @@ class Tokens:
         return self._beyond(self.stored, token)
 
     def _beyond(self, counts: tuple[int, ...], token: int) -> Tensor | None:
-        return None if not counts or min(counts) > token else torch.tensor([count > token for count in counts], device=self.x["q"].device)
+        return None if not counts or min(counts) > token else torch.tensor([count > token for count in counts], device=self.any.device)

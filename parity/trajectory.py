@@ -4,6 +4,7 @@ The gate's side restarts from the candidate's own pools at every step; the drift
 sequences, so that gold never needs a second pool in FP64.
 """
 
+import math
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,14 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimized.registry import Implementation
+from optimized import contracts
+from optimized.implementation import Implementation
 from parity import metrics, ties
 from parity.buffers import same_bits
 from parity.case import Call, Case, Pools, StepInputs
 from parity.metrics import Moments
-from parity.oracle import Operator, Oracle
+from parity.mixer import MixerOracle, oracle_of
+from parity.oracle import Operator, Oracle, Stored
+from parity.phases import PHASES
+from reference.points import rounding
 
-SLICE_BYTES = 60_000_000  # of FP64 state at a time
+SLICE_BYTES = 60_000_000  # of FP64 state at a time, or
+SLICE_SHARE = 9  # this part of the pool's bytes, when that is more: few launches, and still less than 6 pools in memory
 ULP_BINS = 4096
 
 
@@ -57,17 +63,20 @@ class Step:
     call: Call
     output: Moments
     state: Moments
-    window_exact: Tensor  # [N] bool
+    window_exact: Tensor  # [N] bool; of a mixer: within its limit
     ulps: Tensor  # histogram of the output's distance from gold in its own dtype
     drift: Drift
 
 
 class FreeRun:
-    """The reference side of the drift: the FP32 reference, or a named implementation, on its own pools."""
+    """The reference side of the drift: the FP32 reference, or a named implementation, on its own pools.
+
+    Of a mixer, the reference stores its projections in the activation dtype, as anything does that hands them to a cell.
+    """
 
     def __init__(self, case: Case, reference: Implementation | None) -> None:
         self.case = case
-        self.oracle = Oracle(case, None)
+        self.oracle = oracle_of(case, contracts.MIXER if case.layer is not None else None, None)
         self.pools: Pools | None = None
         self.call: Operator | None = None
         pools = case.pools()
@@ -81,22 +90,24 @@ class FreeRun:
         if self.call is not None and self.pools is not None:
             pools = self.pools
             try:
-                out = run(self.call, self.case, pools, inputs.tensors).unflatten(1, (self.case.problem.heads, -1))
+                out = run(self.call, self.case, pools, inputs.tensors).unflatten(1, self.case.output)
             except CandidateError as error:
                 raise ReferenceError(f"raised {error}") from error
             for part in slices(self.case):
                 yield part, out[inputs.tokens.rows(part)], pools.state[pools.index[part]]
             return
         for part in slices(self.case):
-            after = self.oracle.predict(inputs.tokens[part], self.state[part], self.window[part], torch.float32)
+            contract = rounding(self.oracle.roundings)
+            after = self.oracle.predict(inputs.tokens[part], self.state[part], self.window[part], torch.float32, contract)
             self.state[part], self.window[part] = after.state, after.window
             yield part, after.out, after.state
 
 
 def slices(case: Case) -> Iterator[slice]:
-    """Sequences in runs whose FP64 state fits `SLICE_BYTES`."""
+    """Sequences in runs whose FP64 state fits `SLICE_BYTES`, or a share of a large pool."""
     problem, kda = case.problem, case.kda
-    size = max(1, SLICE_BYTES // (problem.heads * kda.key_dim * kda.value_dim * 8))
+    state = problem.heads * kda.key_dim * kda.value_dim  # elements of a sequence
+    size = max(1, max(SLICE_BYTES, problem.batch * state * problem.pool.itemsize // SLICE_SHARE) // (state * 8))
     for start in range(0, problem.batch, size):
         yield slice(start, min(start + size, problem.batch))
 
@@ -104,12 +115,12 @@ def slices(case: Case) -> Iterator[slice]:
 def run(call: Operator, case: Case, pools: Pools, x: dict[str, Tensor], **changed: Any) -> Tensor:
     """One call of an implementation on pools; `changed` replaces arguments. TypeError when what comes back is no output."""
     arguments = {**case.given, **case.settings, **x, **pools.arguments(), **changed}
-    q, k = arguments.pop("q"), arguments.pop("k")
+    leading = next(iter(x.values()))
     try:
-        out = call(q, k, **arguments)
+        out = PHASES[case.problem.op].call(call, arguments)
     except (Exception, SystemExit) as error:
         raise CandidateError(error) from error
-    _check_output(out, x["q"].dtype, (x["q"].shape[0], case.problem.heads * case.kda.value_dim))
+    _check_output(out, leading.dtype, (leading.shape[0], math.prod(case.output)))
     return out
 
 
@@ -125,7 +136,7 @@ def _call(case: Case, call: Operator, pools: Pools, number: int) -> Call:
     state_before, window_before = pools.state[pools.index], pools.window[pools.index]
     out = run(call, case, pools, inputs.tensors)
     intact = same_bits(before, inputs.projection.rows) and inputs.projection.intact() and case.weights_intact()
-    return Call(number, inputs, state_before, window_before, out.unflatten(1, (case.problem.heads, -1)), intact)
+    return Call(number, inputs, state_before, window_before, out.unflatten(1, case.output), intact)
 
 
 def _check_output(out: object, dtype: torch.dtype, shape: tuple[int, int]) -> None:
@@ -136,24 +147,27 @@ def _check_output(out: object, dtype: torch.dtype, shape: tuple[int, int]) -> No
 
 def _judge(case: Case, oracle: Oracle, pools: Pools, free: FreeRun, call: Call) -> Step:
     """The step's moments, its ULP histogram and its drift, slice by slice."""
-    outputs, states, windows = [], [], []
+    outputs, states, windows, cells = [], [], [], []
     ulps = torch.zeros(ULP_BINS, dtype=torch.int64, device=call.out.device)
     sums = torch.zeros(8, dtype=torch.float64, device=call.out.device)
     for part, free_out, free_state in free.step(call.inputs):
         start = (call.inputs.tokens[part], call.state_before[part], call.window_before[part])
         out, state, window = call.out[call.inputs.tokens.rows(part)], pools.state[pools.index[part]], pools.window[pools.index[part]]
-        gold = oracle.gold(*start)
-        exact = oracle.exact(*start) if oracle.roundings else gold
-        floor = oracle.floor(*start, gold)
+        judged = oracle.judged(*start, Stored(out, state, window))
+        gold, exact, floor = judged.gold, judged.exact, judged.floor
         outputs.append(metrics.moments(out, gold.out, exact.out, floor.out, out.dtype))
         states.append(metrics.moments(state, gold.state, exact.state, floor.state, state.dtype))
-        windows.append((window == gold.window).flatten(1).all(1))  # raw inputs, which no computation touches
+        windows.append(judged.window_held)
+        cells += [judged.cell] if judged.cell is not None else []
         distance = metrics.ulp_distance(out, exact.out.to(out.dtype)).clamp(max=ULP_BINS - 1).flatten()
         ulps.scatter_add_(0, distance, torch.ones_like(distance))
         sums += _drift_sums(out, free_out, state, free_state, exact.state)
     drift = _drift(call.number, sums)
     step = Step(call, metrics.joined(outputs), metrics.joined(states), torch.cat(windows), ulps.cpu(), drift)
-    ties.allow(oracle, call, pools.state.dtype, step.output, step.state)
+    if isinstance(oracle, MixerOracle):
+        oracle.allow(call, cells, pools, step.state)
+    else:
+        ties.allow(oracle, call, pools, step.output, step.state)
     return step
 
 

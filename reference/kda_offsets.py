@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reference import validate
+from reference import validate_verify
 from reference.kda_replay import Replay
 
 Offsets = tuple[Tensor, Tensor]
@@ -22,6 +22,7 @@ def offsets(accepted: Tensor, drafts: int) -> Offsets:
     cu_seqlens[n] + pending[n] + i, replayed drafts lie before it, and the first entry may be negative. The last one is
     N (1+S), unshifted. Neither reads the device.
     """
+    validate_verify.verify_offsets(accepted, drafts)
     width = 1 + drafts
     pending = (accepted - 1).clamp(0, drafts)
     cu_seqlens = torch.arange(0, (len(accepted) + 1) * width, width, dtype=torch.int32, device=accepted.device)
@@ -55,11 +56,11 @@ class VerifyOffsets:
         generation = slots[contexts:] if generation_slots is None else generation_slots
         if self.drafts is None or len(generation) == 0:
             return
-        validate.generation_rows(rows, len(generation), self.drafts)
+        validate_verify.generation_rows(rows, len(generation), self.drafts)
         if rows != len(generation):
             self._slots = generation
         elif self.counts.device.type == "cpu":
-            validate.no_pending(_accepted(self.counts, generation))
+            validate_verify.no_pending(_accepted(self.counts, generation))
 
     def accepted(self) -> Tensor | None:
         """int32 [N]: the accepted tokens of each generation request, 0 for padding; None when nothing is verified."""

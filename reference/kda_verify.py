@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference import kda, kda_offsets, validate
+from reference import kda, kda_offsets, validate, validate_verify
 from reference.kda_replay import Replay
 from reference.points import At, exact
 from reference.precision import full_precision
@@ -59,7 +59,7 @@ def verify(
     to be decoded from, copied or exported before `commit`.
     """
     weights: dict[str, Any] = dict(conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight)
-    sizes = validate.kda_verify(
+    sizes = validate_verify.kda_verify(
         q, k, v=v, f=f, beta=beta, gate=gate, **weights, state=state, window=window, replay=replay, slots=slots, accepted=accepted,
         offsets=offsets, fresh=fresh, lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
@@ -107,7 +107,7 @@ def commit(
     sets the counts to 0 (`VerifyOffsets.clear`), or the next verify would replay the drafts a second time.
     """
     weights: dict[str, Any] = dict(conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias)
-    sizes = validate.kda_commit(state, window, replay=replay, **weights, slots=slots, accepted=accepted, lower_bound=lower_bound)
+    sizes = validate_verify.kda_commit(state, window, replay=replay, **weights, slots=slots, accepted=accepted, lower_bound=lower_bound)
     pending, _ = checked_offsets(sizes, slots, accepted)
     slots = torch.where(pending > 0, slots, -1)
     live, row_state, row_window = kda.load_rows(state, window, slots, None, kda.compute_dtype(window, state))
@@ -123,10 +123,10 @@ def checked_offsets(
 ) -> kda_offsets.Offsets:
     """The offsets that were given, or those of `accepted`; the values of all four are checked."""
     validate.values(slots, sizes.slots)
-    validate.accepted(accepted, slots, sizes.slots, sizes.drafts, fresh)
+    validate_verify.accepted(accepted, slots, sizes.slots, sizes.drafts, fresh)
     own = kda_offsets.offsets(accepted, sizes.drafts)
     if given is not None:
-        validate.shared_offsets(given, own, slots, sizes.slots)
+        validate_verify.shared_offsets(given, own, slots, sizes.slots)
     return own if given is None else given
 
 
@@ -170,12 +170,12 @@ def verify_snapshots(
     pool is padding. Everything else as in `verify`.
     """
     weights: dict[str, Any] = dict(conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight)
-    sizes = validate.kda_snapshots(
+    sizes = validate_verify.kda_snapshots(
         q, k, v=v, f=f, beta=beta, gate=gate, **weights, state=state, window=window, slots=slots, accepted=accepted, fresh=fresh,
         lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
-    validate.snapshots(slots, sizes.slots)
-    validate.accepted(accepted, slots[:, 0], sizes.slots, sizes.drafts, fresh)
+    validate_verify.snapshots(slots, sizes.slots)
+    validate_verify.accepted(accepted, slots[:, 0], sizes.slots, sizes.drafts, fresh)
 
     live = (slots[:, 0] >= 0) & (slots[:, 0] < sizes.slots)
     first = accepted if fresh is None else accepted.masked_fill(fresh, 0)

@@ -7,6 +7,7 @@ straight-line math the exact gold, the emulation of a kernel's roundings, a reco
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ At = Callable[[str, Tensor], Tensor]
 
 KDA_CELL = ("conv", "q", "k", "g", "decay", "beta", "read", "delta", "state", "core", "norm", "gate", "out")
 KDA_CHUNK = (
-    "conv", "q", "k", "g", "beta", "gcum", "q_in", "k_in", "k_out", "akk", "aqk", "inv", "w", "u", "s_in", "dl", "core", "state", "norm",
-    "gate", "out",
+    "conv", "q", "k", "g", "beta", "gcum", "q_in", "k_in", "v_in", "k_out", "akk", "aqk", "inv", "w", "u", "s_in", "dl", "core", "state",
+    "norm", "gate", "out",
 )  # fmt: skip
 KDA = tuple(dict.fromkeys(KDA_CELL[: KDA_CELL.index("state")] + KDA_CHUNK))
 KDA_MIXER = ("proj_qkv", "proj_f_a", "proj_f", "proj_g_a", "proj_g", "proj_b", *KDA, "o_proj")
@@ -30,17 +31,39 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
+class ChunkForm:
+    """How a chunk is solved, where it moves a rounding; the function is the same.
+
+    chunk: tokens at a time. scale: K^-0.5 is in `q` before it rounds, or multiplies the products of q. beta: in the columns of
+    `inv`, or in the operands `k_in` and `v_in`.
+    """
+
+    chunk: int = 16
+    scale: Literal["q", "products"] = "q"
+    beta: Literal["inverse", "operands"] = "inverse"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.chunk, int) or self.chunk < 1:
+            raise ValueError(f"chunk: expected a positive count of tokens, got {self.chunk!r}; our kernel has {ChunkForm.chunk}")
+        for name, known in (("scale", ("q", "products")), ("beta", ("inverse", "operands"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
 class Contract:
     """A precision contract: where an implementation rounds, as data.
 
     rounds: interior point -> dtype, or `ACTIVATION`. accumulate: how sums are formed. deterministic: equal inputs give
     equal bits for one launch configuration. points: of the operator, in order; the state and the last are its boundary.
+    form: of the chunks, where sums are not the recurrence's.
     """
 
     rounds: Mapping[str, torch.dtype | str] = field(default_factory=dict)
     accumulate: str = "fp32"
     deterministic: bool = True
     points: tuple[str, ...] = KDA
+    form: ChunkForm = ChunkForm()
 
     def __post_init__(self) -> None:
         inside = [point for point in self.points[:-1] if point != "state"]
@@ -82,7 +105,7 @@ def flipped(dtypes: Mapping[str, torch.dtype], flips: Mapping[str, Tensor]) -> A
 
     def at(name: str, x: Tensor) -> Tensor:
         near = rounded(name, x)
-        return torch.where(flips[name].view_as(x), _other_side(x, near, dtypes[name]), near) if name in flips else near
+        return torch.where(flips[name].view_as(x), other_side(x, near, dtypes[name]), near) if name in flips else near
 
     return at
 
@@ -90,10 +113,10 @@ def flipped(dtypes: Mapping[str, torch.dtype], flips: Mapping[str, Tensor]) -> A
 def tie_distance(x: Tensor, dtype: torch.dtype) -> Tensor:
     """How far each value is from where its rounding to `dtype` changes sides."""
     near = x.to(dtype).to(x.dtype)
-    return ((near + _other_side(x, near, dtype)) / 2 - x).abs()
+    return ((near + other_side(x, near, dtype)) / 2 - x).abs()
 
 
-def _other_side(x: Tensor, near: Tensor, dtype: torch.dtype) -> Tensor:
+def other_side(x: Tensor, near: Tensor, dtype: torch.dtype) -> Tensor:
     """The neighbour of `near`, the rounded x, that lies beyond x."""
     away = torch.where(x.abs() >= near.abs(), 1, -1).to(torch.int16)
     return (near.to(dtype).view(torch.int16) + away).view(dtype).to(x.dtype)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from optimized.implementation import Implementation
 from optimized.peers import eager
-from optimized.registry import Implementation
 from reference import kda
 from reference.points import ACTIVATION, Contract, rounding
 

@@ -51,8 +51,8 @@ def refused(run: Run) -> str:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nosuch"], "operator: expected one of kda.decode, kda.prefill, kda.verify, got 'nosuch'"),
-        (["kda.decode:heads=two"], "heads takes a whole number, got 'two'"),
+        (["nosuch"], "kda.verify_offsets, kda.mixer, got 'nosuch'"),
+        (["kda.decode:heads=two"], "heads: expected a whole number, got 'two'"),
         (["--model", "nosuch"], "model: expected one of glm-5.3-flash, kimi-linear-48b, tiny, got 'nosuch'"),
         (["kda.decode", "--impl", "nosuch"], "impl: expected one of triton, fla, torch or package.module:function, got 'nosuch'"),
         (["kda.decode", "--impl", "nosuch.module:f"], "impl: can't import 'nosuch.module'"),
@@ -81,6 +81,10 @@ def test_a_mistake_is_one_line_and_nothing_is_written(command: Command, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def test_an_empty_device_is_not_the_default_one(command: Command) -> None:
+    assert "device: expected cpu, cuda or cuda:N, got ''" in refused(command("doctor", "--device", ""))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 @pytest.mark.parametrize("arguments", [["sweep"], ["doctor"]])
 def test_a_device_that_is_not_here_is_refused(command: Command, arguments: list[str]) -> None:
@@ -91,7 +95,8 @@ def test_a_device_that_is_not_here_is_refused(command: Command, arguments: list[
     ("arguments", "says"),
     [
         (["--arch", "sm999"], "arch: expected one of sm80, "),
-        (["nosuch"], "operator: expected one of kda.decode, kda.prefill, kda.verify, got 'nosuch'"),
+        (["--arch", ""], "arch: expected one of sm80, "),
+        (["nosuch"], "kda.verify_offsets, kda.mixer, got 'nosuch'"),
         (["--model", "nosuch"], "model: expected one of"),
         (["--dtype", "fp8"], "dtype: expected one of"),
         (["--heads", "0"], "heads: expected 1 to 4096"),

@@ -1,13 +1,15 @@
-"""The eager baseline of `kda.verify`: `eager.decode` token by token over FP32 copies of the rows.
+"""The eager baseline of `kda.verify` and `kda.commit`: `eager.decode` token by token over FP32 copies of the rows.
 
 Rounds where `eager.decode` does: the convolution's output and the core.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optimized.peers import eager
-from reference import kda_offsets, validate
+from reference import kda_offsets, validate, validate_verify
 from reference.kda_replay import Replay
 from reference.kda_verify import checked_offsets
 
@@ -36,7 +38,7 @@ def verify(
 ) -> Tensor:
     """`reference.kda_verify.verify` in eager torch; arguments, pools, caches, errors and return value as there."""
     weights = dict(conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight)
-    sizes = validate.kda_verify(
+    sizes = validate_verify.kda_verify(
         q, k, v=v, f=f, beta=beta, gate=gate, **weights, state=state, window=window, replay=replay, slots=slots, accepted=accepted,
         offsets=offsets, fresh=fresh, lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
@@ -55,21 +57,16 @@ def verify(
     first = torch.where(live, cu_seqlens[:-1] + pending, every * (1 + sizes.drafts)).long()
     if fresh is not None:
         pending = pending.masked_fill(fresh, 0)
-    copies = dict(state=state[rows].float(), window=window[rows])
-    widths = [q.shape[1], k.shape[1], v.shape[1]]
+    copies: dict[str, Any] = dict(state=state[rows].float(), window=window[rows])
+    arguments: dict[str, Any] = dict(**weights, lower_bound=lower_bound, norm_eps=norm_eps)
+    _replayed(replay, rows, pending, own, copies, arguments)
 
-    for i in range(sizes.drafts):
-        old_q, old_k, old_v = replay.qkv[rows, i].split(widths, dim=1)
-        eager.decode(
-            old_q, old_k, v=old_v, f=replay.f[rows, i], beta=replay.beta[rows, i], gate=torch.zeros_like(old_v), **weights, **copies,
-            slots=torch.where(pending > i, own, -1), lower_bound=lower_bound, norm_eps=norm_eps,
-        )  # fmt: skip
     for i in range(1 + sizes.drafts):
         token = first + i
         new_q, new_k, new_v, new_f, new_beta, new_gate = (x[token] for x in (q, k, v, f, beta, gate))
         out[token] = eager.decode(
-            new_q, new_k, v=new_v, f=new_f, beta=new_beta, gate=new_gate, **weights, **copies, slots=own,
-            fresh=fresh if i == 0 else None, lower_bound=lower_bound, norm_eps=norm_eps,
+            new_q, new_k, v=new_v, f=new_f, beta=new_beta, gate=new_gate, **arguments, **copies, slots=own,
+            fresh=fresh if i == 0 else None,
         )  # fmt: skip
         if i == 0:
             state[index], window[index] = copies["state"][live].to(state.dtype), copies["window"][live]
@@ -77,3 +74,43 @@ def verify(
             replay.qkv[index, i - 1] = torch.cat([new_q, new_k, new_v], dim=1)[live]
             replay.f[index, i - 1], replay.beta[index, i - 1] = new_f[live], new_beta[live]
     return out
+
+
+def _replayed(replay: Replay, rows: Tensor, pending: Tensor, own: Tensor, copies: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """The first `pending` drafts in the caches at `rows` through `copies` of the pools, at the slots `own`; -1 is nobody."""
+    heads, value_dim, key_dim = copies["state"].shape[1:]
+    for i in range(replay.drafts):
+        q, k, v = replay.qkv[rows, i].split([heads * key_dim, heads * key_dim, heads * value_dim], dim=1)
+        eager.decode(
+            q, k, v=v, f=replay.f[rows, i], beta=replay.beta[rows, i], gate=torch.zeros_like(v), **arguments, **copies,
+            slots=torch.where(pending > i, own, -1),
+        )  # fmt: skip
+
+
+def commit(
+    state: Tensor,
+    window: Tensor,
+    *,
+    replay: Replay,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    slots: Tensor,
+    accepted: Tensor,
+    lower_bound: float | None,
+) -> None:
+    """`reference.kda_verify.commit` in eager torch; arguments, pools and errors as there."""
+    arguments: dict[str, Any] = dict(conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound)
+    sizes = validate_verify.kda_commit(state, window, replay=replay, slots=slots, accepted=accepted, **arguments)
+    validate.kernel_dtypes(window.dtype, state.dtype, "window")
+    if state.device.type == "cpu":
+        checked_offsets(sizes, slots, accepted)
+    live = (slots >= 0) & (slots < sizes.slots) & (accepted > 1)
+    rows, pending = slots[live].long(), accepted[live] - 1
+    if len(rows) == 0:
+        return
+    copies: dict[str, Any] = dict(state=state[rows].float(), window=window[rows])
+    own = torch.arange(len(rows), dtype=torch.int32, device=state.device)
+    norm_weight = window.new_ones(sizes.value_dim)  # of outputs that are nobody's
+    _replayed(replay, rows, pending, own, copies, {**arguments, "norm_weight": norm_weight, "norm_eps": 1.0})
+    state[rows], window[rows] = copies["state"].to(state.dtype), copies["window"]

@@ -1,7 +1,7 @@
 """The FLA baseline of `kda.prefill`: fla-core's convolution, chunk KDA and gated norm, over rows copied from and to our pools.
 
-Rounds where that chain stores: convolution, normed q and k, core, and the operands of its chunks of 64. Sources:
-`fla.layers.kda`, `fla.ops.kda.chunk`, flash-linear-attention 0.6.0.
+Rounds where that chain stores: convolution, normed q and k, core, and the operands of its chunks of 64; `contracts.FLA_CHUNKS`
+has the points. Sources: `fla.layers.kda`, `fla.ops.kda.chunk`, flash-linear-attention 0.6.0.
 """
 
 import functools
@@ -12,23 +12,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimized import interpreter
 from reference import validate
-from reference.points import ACTIVATION, Contract
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its greetings: no GPU, and a flash-attn that KDA doesn't use
-    from fla.modules.causal_conv1d.ops import causal_conv1d_fwd
+    from fla.modules.causal_conv1d.ops import causal_conv1d_fwd, causal_conv1d_fwd_kernel
+    from fla.modules.norm import fused_norm_gate, l2norm
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
     from fla.modules.norm.l2norm import l2norm_fwd
+    from fla.ops.common import chunk_delta_h
     from fla.ops.common.gate import fused_beta_sigmoid
+    from fla.ops.gla import chunk as gla_chunk
+    from fla.ops.kda import chunk_intra, chunk_intra_token_parallel, wy_fast
+    from fla.ops.kda import gate as kda_gate
     from fla.ops.kda.chunk_fwd import chunk_kda_fwd
 
-CONTRACT = Contract(
-    rounds=dict.fromkeys(
-        ("conv", "q", "k", "q_in", "k_in", "k_out", "akk", "aqk", "inv", "w", "u", "s_in", "dl", "core"), ACTIVATION
-    ),
-    accumulate="mma_bf16",
-)  # fmt: skip
+TUNED = (
+    causal_conv1d_fwd_kernel,
+    l2norm.l2norm_fwd_kernel,
+    kda_gate.kda_gate_chunk_cumsum_vector_kernel,
+    chunk_intra.chunk_kda_fwd_kernel_intra_sub_chunk,
+    chunk_intra_token_parallel.chunk_kda_fwd_kernel_intra_token_parallel,
+    chunk_intra.chunk_kda_fwd_kernel_inter_solve_fused,
+    wy_fast.recompute_w_u_fwd_kda_kernel,
+    chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64,
+    gla_chunk.chunk_gla_fwd_kernel_o,
+    fused_norm_gate.layer_norm_gated_fwd_kernel,
+)
+
+
+class _Counter(int):
+    """What a loop of a kernel counts with: FLA's kernels call `to` on it, which a plain integer lacks."""
+
+    def to(self, dtype: object) -> "_Counter":
+        return self
+
+
+def _interpreted() -> None:
+    """Make FLA's kernels fit for Triton's interpreter, which times nothing, and whose loops count with plain integers."""
+    interpreter.repair()
+    for kernel in TUNED:  # configurations tile over channels, rows and parts of a sum: one will do
+        tuner = kernel if hasattr(kernel, "configs") else kernel.fn
+        tuner.configs = tuner.configs[-1:]
+    chunk_intra.IS_GATHER_SUPPORTED = False  # a first row: gathered from registers, or loaded again
+    chunk_delta_h.range = lambda stop: map(_Counter, range(int(stop)))
+
+
+if interpreter.active():
+    _interpreted()
+
 CHUNK = 64
 SAFE_BOUND = -5.0  # from here up to 0 its diagonal blocks are matrix products
 
@@ -107,7 +140,9 @@ def through_rows(
     sizes = validate.kda_prefill(q, k, **given, cu_seqlens=cu_seqlens, **arguments)
     validate.kernel_dtypes(q.dtype, state.dtype)
     if q.device.type == "cpu":
-        raise ValueError("q: expected a CUDA tensor, got one on cpu; this peer's kernels tune themselves on a device")
+        interpreter.require("q")
+        validate.values(slots, sizes.slots)
+        validate.offsets(cu_seqlens, sizes.tokens)
     live, states, caches = _rows(sizes, state, window, slots, fresh)
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     with torch.no_grad(), torch.cuda.device_of(q):
@@ -145,7 +180,7 @@ def prefill(
 ) -> Tensor:
     """`reference.kda.prefill` with FLA's kernels; arguments, pools, errors and return value as there, copies as in `through_rows`.
 
-    CUDA tensors only; K at most 256. a_log is not clamped.
+    K at most 256. a_log is not clamped. CPU tensors only in Triton's interpreter.
     """
     return through_rows(
         chunk_core, q, k, v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
@@ -153,15 +188,31 @@ def prefill(
     )  # fmt: skip
 
 
-def prepared(core: Core = chunk_core, **given: Any) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """The peer's launches alone, for timing: rows gathered and inputs contiguous beforehand. No padding; nothing is stored back."""
+def _prepared(
+    given: dict[str, Any], ends: Tensor
+) -> tuple[validate.KdaSizes, dict[str, Any], Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Sizes, what is left of the arguments, states, caches, and contiguous f, beta and gate."""
     arguments = {"fresh": None, "norm_eps": 1e-5, **given}
     sizes = validate.kda_prefill(**arguments)
     pools = (arguments.pop(name) for name in ("state", "window", "slots", "fresh"))
     _, states, caches = _rows(sizes, *pools)
-    q, k, v, f, beta, gate = (arguments.pop(name) for name in ("q", "k", "v", "f", "beta", "gate"))
-    arguments["cu_seqlens"] = arguments["cu_seqlens"].long()
-    qkv = torch.cat([q, k, v], dim=1)
-    return functools.partial(
-        torch.no_grad()(_chain), core, sizes, qkv, f.contiguous(), beta.contiguous(), gate.contiguous(), states, caches, **arguments
-    )
+    f, beta, gate = (arguments.pop(name).contiguous() for name in ("f", "beta", "gate"))
+    return sizes, arguments | {"cu_seqlens": ends}, states, caches, (f, beta, gate)
+
+
+def prepared(core: Core, ends: Tensor, **given: Any) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """The peer's launches alone, for timing: rows gathered and inputs contiguous beforehand. No padding; nothing is stored back.
+
+    ends: cu_seqlens as int64, one tensor for all layers: FLA keeps what it derives of it on the host by identity.
+    """
+    sizes, arguments, states, caches, (f, beta, gate) = _prepared(given, ends)
+    qkv = torch.cat([arguments.pop(name) for name in "qkv"], dim=1)
+    return functools.partial(torch.no_grad()(_chain), core, sizes, qkv, f, beta, gate, states, caches, **arguments)
+
+
+def prepared_core(core: Core, ends: Tensor, **given: Any) -> Callable[[], tuple[Tensor, Tensor]]:
+    """As `prepared`, without convolution and norm."""
+    sizes, arguments, states, _, (f, beta, _) = _prepared(given, ends)
+    q, k, v = (arguments[name].unflatten(1, (sizes.heads, -1)).contiguous()[None] for name in "qkv")
+    given = {name: arguments[name] for name in ("a_log", "dt_bias", "lower_bound", "cu_seqlens")}
+    return functools.partial(torch.no_grad()(core), q, k, v, f[None].unflatten(2, (sizes.heads, -1)), beta[None], states, **given)

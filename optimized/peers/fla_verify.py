@@ -4,7 +4,10 @@ The recurrence and the gated norm are fla-core's; it has no convolution over a w
 where the chain stores: the convolution's output and the core. Source: `fla.ops.kda.fused_recurrent`, flash-linear-attention 0.6.0.
 """
 
+import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from optimized import interpreter
 from optimized.peers.fla import _row_inside
-from reference import validate
+from reference import validate, validate_verify
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its greetings, as in `fla`
@@ -41,15 +44,15 @@ def verify_snapshots(
     norm_eps: float = 1e-5,
 ) -> Tensor:
     """`reference.kda_verify.verify_snapshots` with FLA's kernels; arguments, pools, errors and return value as there."""
-    sizes = validate.kda_snapshots(
+    sizes = validate_verify.kda_snapshots(
         q, k, v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
         state=state, window=window, slots=slots, accepted=accepted, fresh=fresh, lower_bound=lower_bound, norm_eps=norm_eps,
     )  # fmt: skip
     validate.kernel_dtypes(q.dtype, state.dtype)
     if q.device.type == "cpu":
         interpreter.require("q")
-        validate.snapshots(slots, sizes.slots)
-        validate.accepted(accepted, slots[:, 0], sizes.slots, sizes.drafts, fresh)
+        validate_verify.snapshots(slots, sizes.slots)
+        validate_verify.accepted(accepted, slots[:, 0], sizes.slots, sizes.drafts, fresh)
     n, width, heads = sizes.sequences, 1 + sizes.drafts, sizes.heads
     if q.numel() == 0 or sizes.slots == 0:
         return torch.zeros_like(v)
@@ -58,37 +61,75 @@ def verify_snapshots(
     new = torch.zeros_like(live) if fresh is None else fresh
     accepted = accepted.masked_fill(new, 0).clamp(min=1)
     state[slots[live & new, 0].long()] = 0
-    conv = _convolved(torch.cat([q, k, v], dim=1).view(n, width, -1), conv_weight, window, slots[:, 0], accepted, live, new)
-    widths = [x.shape[1] for x in (q, k, v)]
-    q, k, v = (x.reshape(1, n * width, heads, -1) for x in conv.flatten(0, 1).split(widths, dim=1))
-
+    qkv = _heads_of(sizes, _convolved(_raw(sizes, q, k, v), conv_weight, window, slots[:, 0], accepted, live, new))
     row = heads * sizes.value_dim * sizes.key_dim
     if sizes.slots <= 1:  # the stride of a single slot may be anything
         state = state.as_strided(state.shape, (row, *state.stride()[1:]))
     scratch = state.new_empty(state.stride(0) + row)  # FLA's kernel can't skip padding
+    out = _chain(
+        sizes, qkv, f.contiguous(), beta.contiguous(), gate.contiguous(), torch.arange(0, (n + 1) * width, width, device=q.device),
+        torch.where(live[:, None], slots.long(), _row_inside(scratch, state)), torch.where(live, accepted, 1),
+        a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight, state=state, lower_bound=lower_bound, norm_eps=norm_eps,
+    )  # fmt: skip
+    return torch.where(live.repeat_interleave(width)[:, None], out.flatten(1), 0)
+
+
+def _chain(
+    sizes: validate.KdaSizes, qkv: list[Tensor], f: Tensor, beta: Tensor, gate: Tensor, cu_seqlens: Tensor, rows: Tensor,
+    accepted: Tensor, *, a_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, state: Tensor, lower_bound: float | None, norm_eps: float,
+) -> Tensor:  # fmt: skip
+    """FLA's own launches over q, k, v [1, T, H, D]: the recurrence on `rows` of the pool, and the norm; [T, H, V]."""
+    q, k, v = qkv
+    heads_of = (sizes.tokens, sizes.heads, sizes.value_dim)
     core, _ = fused_recurrent_kda_fwd(
-        q=q.contiguous(),
-        k=k.contiguous(),
-        v=v.contiguous(),
-        g=f.reshape(1, n * width, heads, -1).contiguous(),
-        beta=beta.reshape(1, n * width, heads).contiguous(),
+        q=q,
+        k=k,
+        v=v,
+        g=f.view(1, sizes.tokens, sizes.heads, -1),
+        beta=beta.view(1, sizes.tokens, sizes.heads),
         A_log=a_log,
         dt_bias=dt_bias,
         initial_state=state,
         inplace_final_state=True,
         state_v_first=True,
-        cu_seqlens=torch.arange(0, (n + 1) * width, width, device=q.device),
-        ssm_state_indices=torch.where(live[:, None], slots.long(), _row_inside(scratch, state)),
-        num_accepted_tokens=torch.where(live, accepted, 1),
+        cu_seqlens=cu_seqlens,
+        ssm_state_indices=rows,
+        num_accepted_tokens=accepted,
         use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
         lower_bound=lower_bound,
-        out=torch.empty_like(v, memory_format=torch.contiguous_format),
+        out=torch.empty_like(v),
     )
-    heads_of = (n * width, heads, sizes.value_dim)
-    out = rms_norm_gated(core.view(heads_of), gate.reshape(heads_of), norm_weight, None, activation="sigmoid", eps=norm_eps)
-    return torch.where(live.repeat_interleave(width)[:, None], out.flatten(1), 0)
+    return rms_norm_gated(core.view(heads_of), gate.view(heads_of), norm_weight, None, activation="sigmoid", eps=norm_eps)
+
+
+def prepared(
+    q: Tensor, k: Tensor, *, v: Tensor, f: Tensor, beta: Tensor, gate: Tensor, conv_weight: Tensor, state: Tensor, window: Tensor,
+    slots: Tensor, accepted: Tensor, **given: Any,
+) -> Callable[[], Tensor]:  # fmt: skip
+    """FLA's recurrence and norm alone, for timing: the convolution done and inputs contiguous beforehand. No padding."""
+    sizes = validate_verify.kda_snapshots(
+        q, k, v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, state=state, window=window, slots=slots, accepted=accepted,
+        fresh=None, **given,
+    )  # fmt: skip
+    every, width = torch.ones_like(accepted, dtype=torch.bool), 1 + sizes.drafts
+    conv = _convolved(_raw(sizes, q, k, v), conv_weight, window.clone(), slots[:, 0], accepted, every, ~every)
+    ends = torch.arange(0, sizes.tokens + width, width, device=q.device)
+    f, beta, gate = (x.contiguous() for x in (f, beta, gate))
+    return functools.partial(_chain, sizes, _heads_of(sizes, conv), f, beta, gate, ends, slots.long(), accepted, state=state, **given)
+
+
+def _raw(sizes: validate.KdaSizes, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q, k and v side by side, [N, 1+S, channels]."""
+    return torch.cat([q, k, v], dim=1).view(sizes.sequences, 1 + sizes.drafts, -1)
+
+
+def _heads_of(sizes: validate.KdaSizes, conv: Tensor) -> list[Tensor]:
+    """q, k and v [1, T, H, D] out of [N, 1+S, channels], contiguous."""
+    key = sizes.heads * sizes.key_dim
+    parts = conv.flatten(0, 1).split([key, key, sizes.heads * sizes.value_dim], dim=1)
+    return [part.reshape(1, sizes.tokens, sizes.heads, -1).contiguous() for part in parts]
 
 
 def _convolved(raw: Tensor, weight: Tensor, window: Tensor, slots: Tensor, accepted: Tensor, live: Tensor, fresh: Tensor) -> Tensor:

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from reference import validate
-from reference.points import ACTIVATION, Contract
 
-CONTRACT = Contract(
-    rounds=dict.fromkeys(
-        ("conv", "q", "k", "q_in", "k_in", "k_out", "akk", "aqk", "inv", "w", "u", "s_in", "dl", "core"), ACTIVATION
-    ),
-    accumulate="mma_bf16",
-)  # fmt: skip
 DIM = 128
 BOUND = -5.0
 

@@ -137,6 +137,11 @@ def _last_drift(row: Row) -> str:
     return share(drift[-1].get("state_rel_l2")) if drift else ""
 
 
+def _absolute(row: Row) -> str:
+    """The worst drift in shares of its absolute limit, where there is one."""
+    return share(max((entry["over"] for entry in (row.get("absolute") or {}).values()), default=None))
+
+
 def _invariants(row: Row) -> str:
     invariants = row.get("invariants") or {}
     return one_line(", ".join(name for name, held in invariants.items() if not held)) or ("ok" if invariants else "")
@@ -172,6 +177,7 @@ _MEASURED = [
     Column("state\nnoise/\nlimit", _noise("state")),
     Column("state\ndrift", _last_drift),
     Column("growth", lambda row: number(row.get("growth_slope"))),
+    Column("of drift\nlimits", _absolute),
     Column("invariants", _invariants, fixed=True, right=False),
     Column("verdict", lambda row: str(row["verdict"]), right=False),
 ]

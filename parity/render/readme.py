@@ -5,6 +5,7 @@
 """
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from parity import record as records
@@ -13,7 +14,21 @@ from parity.render import cells, facts
 
 _BLOCK = re.compile(r"(<!-- speed: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _OURS, _BASELINE = "triton", "fla kernels"
-_CONTENDERS = {_OURS: "ours", _BASELINE: "FLA kernels", "fla": "FLA with our pools", "torch": "torch eager"}
+_CONTENDERS = {
+    _OURS: "ours", "triton, no replay": "ours, nothing to replay", "decode cell": "our decode cell", _BASELINE: "FLA kernels",
+    "fla": "FLA with our pools", "flash_kda kernels": "FlashKDA kernels", "flash_kda": "FlashKDA with our pools", "torch": "torch eager",
+}  # fmt: skip
+_RATIOS = {_BASELINE: "FLA kernels / ours", "flash_kda kernels": "FlashKDA kernels / ours"}
+_FLOORS = {
+    "read_modify_write": "an in-place read-modify-write of the same bytes",
+    "copy": "a copy of the same bytes",
+    "matmul": "a matrix product of as many operations",
+}
+
+
+Case = tuple[object, ...]
+Rows = dict[str, Row]
+Cell = Callable[[Case, Rows], str]
 
 
 def render(text: str, root: Path) -> str:
@@ -23,41 +38,54 @@ def render(text: str, root: Path) -> str:
 
 def speed(record: Record) -> str:
     """One line a shape: ours, the peers and the floor in microseconds, and what they are to each other."""
-    cases: dict[tuple[object, ...], dict[str, Row]] = {}
+    cases: dict[Case, Rows] = {}
     for row in record["bench"]:
         if row["op"] != "device" and row["us"] is not None:
-            key = (row["op"], row["heads"], row["batch"], row["dtype"], row["state_dtype"])
+            key = (row["op"], row["heads"], row["batch"], row.get("tokens"), row["dtype"], row["state_dtype"])
             cases.setdefault(key, {})[row["impl"]] = row
-    present = [name for name in _CONTENDERS if any(name in rows for rows in cases.values())]
-    head = [
-        "operator",
-        "heads",
-        "batch",
-        "state",
-        *(f"{_CONTENDERS[name]}, us" for name in present),
-        "floor, us",
-        "ours / floor",
-        "FLA kernels / ours",
-    ]
-    lines = [_line(case, rows, present) for case, rows in cases.items() if _OURS in rows]
+    found = [(case, rows) for case, rows in cases.items() if _OURS in rows]
+    columns = _columns(found)
+    head = [title for title, _ in columns]
+    lines = [[cell(case, rows) for _, cell in columns] for case, rows in found]
     table = ["| " + " | ".join(line) + " |" for line in (head, ["---", *["---:"] * (len(head) - 1)], *lines)]
-    note = f"{facts.environment(record)}. Floor: an in-place read-modify-write of the same bytes. {_device(record)}"
+    floors = dict.fromkeys(rows[_OURS]["ceiling"] for _, rows in found)
+    note = f"{facts.environment(record)}. Floor: {' or '.join(_FLOORS[name] for name in floors)}. {_device(record, {*floors, 'matmul'})}"
     return "\n".join([*table, "", note, ""])
 
 
-def _line(case: tuple[object, ...], rows: dict[str, Row], present: list[str]) -> list[str]:
-    op, heads, batch, _, state = case
-    ours = rows[_OURS]
-    times = [cells.number(rows[name]["us"]) if name in rows else "" for name in present]
-    against = f"{rows[_BASELINE]['us'] / ours['us']:.2f}" if _BASELINE in rows else ""
-    return [str(op), str(heads), str(batch), str(state), *times, cells.number(ours["ceiling_us"]), f"{ours['ratio']:.2f}", against]
+def _columns(found: Sequence[tuple[Case, Rows]]) -> list[tuple[str, Cell]]:
+    """Title and cell of each column that some shape fills."""
+    columns: list[tuple[str, Cell]] = [("operator", _shape(0)), ("heads", _shape(1)), ("batch", _shape(2))]
+    if any(case[3] not in (None, case[2]) for case, _ in found):
+        columns.append(("tokens", _shape(3)))
+    columns.append(("state", _shape(5)))
+    present = {name for _, rows in found for name in rows}
+    columns += [(f"{title}, us", _time(name)) for name, title in _CONTENDERS.items() if name in present]
+    columns += [
+        ("floor, us", lambda case, rows: cells.number(rows[_OURS]["ceiling_us"])),
+        ("ours / floor", lambda case, rows: f"{rows[_OURS]['ratio']:.2f}"),
+    ]
+    columns += [(title, _times(name, _OURS)) for name, title in _RATIOS.items() if name in present]
+    return columns + ([("ours / our decode cell", _times(_OURS, "decode cell"))] if "decode cell" in present else [])
 
 
-def _device(record: Record) -> str:
+def _shape(place: int) -> Cell:
+    return lambda case, rows: str(case[place])
+
+
+def _time(name: str) -> Cell:
+    return lambda case, rows: cells.number(rows[name]["us"]) if name in rows else ""
+
+
+def _times(name: str, other: str) -> Cell:
+    return lambda case, rows: f"{rows[name]['us'] / rows[other]['us']:.2f}" if name in rows and other in rows else ""
+
+
+def _device(record: Record, shown: set[str]) -> str:
     """The ceilings of the device in the same run."""
     told = []
     for row in record["bench"]:
-        if row["op"] == "device" and row["us"] and row["impl"] != "copy":  # the floor is the ceiling that counts here
+        if row["op"] == "device" and row["us"] and row["impl"].partition(" ")[0] in shown:
             rate = f"{row['flops'] / row['us'] / 1e6:.0f} TFLOP/s" if row["flops"] else f"{row['bytes'] / row['us'] / 1e6:.2f} TB/s"
             told.append(f"{row['impl'].replace('_', '-')} {rate}")
     return f"In the same run: {', '.join(told)}." if told else ""

@@ -6,6 +6,9 @@ from rich.table import Table
 from rich.text import Text
 
 from optimized.dispatch import Choice
+from optimized.gemm_tiles import MixerPlan
+from optimized.prefill_tiles import PrefillTile
+from optimized.tiles import Tile
 from parity.doctor import Finding
 
 
@@ -15,10 +18,14 @@ def dispatch(title: str, choices: Mapping[str, Choice]) -> Table:
     for column in ("arch", "runs", "tile", "why", "passed over"):
         table.add_column(column)
     for name, choice in choices.items():
-        tile = f"{choice.tile.rows} rows, {choice.tile.warps} warps, {choice.tile.stages} stages" if choice.tile else ""
+        tile = str(choice.tile or "") if isinstance(choice.tile, MixerPlan) else _tile(choice.tile)
         passed = "; ".join(f"{impl}: {reason}" for impl, reason in choice.rejected)
         table.add_row(name, choice.impl, tile, choice.reason, passed)
     return table
+
+
+def _tile(tile: Tile | PrefillTile | None) -> str:
+    return f"{tile.rows} rows, {tile.warps} warps, {tile.stages} stages" if tile else ""
 
 
 def doctor(findings: list[Finding]) -> Table:

@@ -39,7 +39,7 @@ def rounded_to(dtype: torch.dtype, point: str) -> Prefill:
 
 mixed_bases = from_the_decays("k_out", lambda k, gcum: k * (gcum[-1] - gcum).exp2())
 inverse_decay_on_its_own = from_the_decays("k_out", lambda k, gcum: k * (-gcum).exp() * gcum[-1].exp())
-stale_last_decay = from_the_decays("k_out", lambda k, gcum: k * ((gcum[-1] if len(gcum) == kda_chunk.CHUNK else 0) - gcum).exp())
+stale_last_decay = from_the_decays("k_out", lambda k, gcum: k * ((gcum[-1] if len(gcum) == kda_chunk.OURS.chunk else 0) - gcum).exp())
 
 
 def clamped_softplus_gate(**given: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """Prompts for the prefill kernel, and how far a call is from the chunk reference under a contract."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,16 +84,17 @@ def by_head(out: Tensor, given: Prompt) -> Tensor:
 def away(prefill: Prefill, given: Prompt, contract: Contract | None = None) -> float:
     """Call it; how many times its limit the worst of output and state is from FP64 gold. Infinite when the window isn't exact."""
     before = copied(given)
-    roundings = (contract or Contract()).resolve(given["q"].dtype)
+    contract = contract or Contract()
+    roundings, chunked = contract.resolve(given["q"].dtype), partial(kda_chunk.prefill, form=contract.form)
     out = prefill(**given)
     window = copied(before, torch.float64)
     kda_chunk.prefill(**window)
     live = rows(given)
     if not torch.equal(given["window"][live].double(), window["window"][live]):
         return torch.inf
-    gold, true = predicted(before, torch.float64, rounding(roundings)), predicted(before, torch.float64, exact, kda.prefill)
-    single = predicted(before, torch.float32, rounding(roundings))
-    turned = predicted(before, torch.float64, all_flipped(roundings))
+    gold, true = predicted(before, torch.float64, rounding(roundings), chunked), predicted(before, torch.float64, exact, kda.prefill)
+    single = predicted(before, torch.float32, rounding(roundings), chunked)
+    turned = predicted(before, torch.float64, all_flipped(roundings), chunked)
     floors = [spread(*sides) for sides in zip(gold, single, turned, strict=True)] if roundings else single
     got, worst = [by_head(out, given), given["state"][live]], 0.0
     for i, candidate in enumerate(got):

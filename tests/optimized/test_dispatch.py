@@ -12,7 +12,7 @@ import torch
 
 from optimized import arch, dispatch, registry, tiles
 from optimized.arch import ARCHS, CPU
-from optimized.registry import Workload
+from optimized.implementation import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE = Workload("kda.decode", "sm90", torch.bfloat16, torch.float32, 16, 4, 128, 128)
@@ -109,7 +109,7 @@ import json, sys
 {before}
 import torch
 from optimized import dispatch
-from optimized.registry import Workload
+from optimized.implementation import Workload
 work = Workload("kda.decode", "sm90", torch.bfloat16, torch.float32, 16, 4, 128, 128)
 answers = {{name: [choice.impl, choice.rejected] for name, choice in dispatch.matrix(work).items()}}
 print(json.dumps([answers, [name for name in ("triton", "fla") if sys.modules.get(name)]]))
@@ -154,5 +154,41 @@ def test_the_identity_of_an_implementation_is_its_own_projects_sources(tmp_path:
     before = mine.source_hash()
     (installed / "library_of_others.py").write_text("import os\n")
     assert mine.source_hash() == before
+    (installed / "package_of_others").mkdir()
+    (installed / "package_of_others" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "helper_of_mine.py").write_text("rate = 1\ndef later():\n    import package_of_others.inside\n")
+    assert mine.source_hash() != before
+    (tmp_path / "helper_of_mine.py").write_text("import library_of_others\nrate = 1\n")
     (tmp_path / "helper_of_mine.py").write_text("import library_of_others\nrate = 2\n")
     assert mine.source_hash() != before
+
+
+MIXER = replace(DECODE, op="kda.mixer", hidden=4096, rows=4)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", list(ARCHS))
+def test_every_architecture_mixes_with_fused_weights_and_says_its_plan(name: str) -> None:
+    few, many = (dispatch.choose(replace(MIXER, arch=name, batch=rows, rows=rows)) for rows in (4, 64))
+    assert (few.impl, many.impl) == ("triton", "triton") and "weights fused" in few.reason
+    assert str(few.tile).startswith("all=") and str(many.tile) == "qkv=library low=library gates=library out=library overlap"
+
+
+@needs_triton
+def test_the_plan_of_a_mixer_follows_its_weights() -> None:
+    small, large = (dispatch.choose(replace(MIXER, heads=heads)).tile for heads in (16, 64))
+    assert small != large and replace(MIXER, heads=64).projected == 4096 * (3 * 64 * 128 + 64 + 2 * 128)
+
+
+def test_a_mixer_declares_the_kernels_of_its_phase() -> None:
+    entry = registry.find("kda.mixer", "triton")
+    assert entry.declared(MIXER) == ("linear_kernel", "kda_decode_kernel")
+    assert entry.declared(replace(MIXER, batch=64, rows=64)) == ("kda_decode_kernel",)
+    assert "kda_prefill_scan_kernel" in entry.declared(replace(MIXER, contexts=4, rows=70))
+    assert registry.find("kda.mixer", "fla").supports(replace(MIXER, contexts=1)) == (False, "its baseline decodes only: no contexts")
+
+
+def test_a_layers_weights_are_prepared_once() -> None:
+    prepared: list[str] = []
+    mixer = registry.Prepared(lambda hidden, weights, **x: weights, lambda weights: prepared.append(weights) or weights.upper())
+    assert [mixer(None, "a"), mixer(None, "a"), mixer(None, "b")] == ["A", "A", "B"] and prepared == ["a", "b"]

@@ -38,7 +38,9 @@ def test_the_contract_explains_the_distance_to_the_recurrence(
 ) -> None:
     given = on_gpu([130, 0, 1, 64], pool=6, heads=3, key_dim=key_dim, value_dim=value_dim, dtype=dtype, lower_bound=lower_bound)
     exact, contract = distances(given, kda_prefill.prefill(**copied(given)))
-    assert exact < 16 * torch.finfo(dtype).eps + 1e-5 and contract <= exact
+    assert exact < 16 * torch.finfo(dtype).eps + 1e-5
+    if dtype != FP32:  # whose contract rounds nothing
+        assert contract <= exact
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -24,7 +24,7 @@ from optimized import kda_prefill as m, prefill_tiles
 import torch
 
 CONSTANT = dict(K=128, V=128, BK=128, ALL_V=128, C=16, LEVELS=4, HAS_FRESH=True, SCALE=128**-0.5, EPS=1e-6, RATE_MAX=88.0,
-                LEAST_G=-174.0, SPLIT=True, channel_stride=1)
+                LEAST_G=-174.0, SPLIT=True, PACKED=True, channel_stride=1)
 FP32, INT32 = ("a_log", "dt_bias", "state", "decay_out", "decay_in"), ("cu_seqlens", "slots")
 SCALARS = ("num_slots", "sequences", "heads")
 
@@ -56,7 +56,8 @@ def build(kernel, warps, stages, **constants):
 found = {}
 for bounded in (True, False):
     form = dict(BOUNDED=bounded, ANCHORED=bounded)
-    found[f"prepare {'anchored' if bounded else 'safe'}"] = build(m.kda_prefill_prepare_kernel, 4, 3, BV=128, PARTS=4, **form)
+    warps = 2 if bounded else 4
+    found[f"prepare {'anchored' if bounded else 'safe'}"] = build(m.kda_prefill_prepare_kernel, warps, 3, BV=128, PARTS=warps, **form)
 for scans in (16, 32, 64):
     t = prefill_tiles.prefill_tile("sm90", torch.bfloat16, scans)
     found[f"scan {t}"] = build(m.kda_prefill_scan_kernel, t.warps, t.stages, BV=t.rows, PARTS=t.parts, STAGES=t.stages)

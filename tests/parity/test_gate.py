@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from optimized import registry
+from optimized.implementation import Implementation
 from optimized.peers import eager
 from parity import gate, limits, trajectory
 from parity.case import Case
@@ -24,7 +25,7 @@ def judged(candidate: Any, case: Problem = CASE, **changed: Any) -> Row:
     return gate.judge(case, given(candidate, **changed))
 
 
-def registered(name: str) -> registry.Implementation:
+def registered(name: str) -> Implementation:
     return registry.find("kda.decode", name)
 
 

@@ -171,10 +171,14 @@ def test_conditioning_is_the_relative_error_of_the_reference() -> None:
     assert metrics.conditioning(one_head(gold, gold, gold * 1.25)) == 0.25
 
 
-def test_near_ties_add_to_the_floor_of_their_head() -> None:
-    gold = torch.ones(1, 2, 4, dtype=torch.float64)
-    m = metrics.moments(gold + 2.0**-10, gold, gold, gold + 2.0**-12, torch.float32)
-    assert metrics.head_ratios(m).tolist() == [[4, 4]]
-    m.ties[0, 1] = 3 * 4 * 2.0**-24  # 4 values: the floor of a head is 2 * 2^-12
-    ratios = metrics.head_ratios(m)[0]
-    assert ratios[0] == 4 and ratios[1] == pytest.approx(4 / (1 + 3**0.5))
+def test_near_ties_explain_errors_of_their_own_elements_only() -> None:
+    gold = torch.ones(2, dtype=torch.float64)
+    ties = torch.tensor([2.0**-8, 0.0])
+    assert metrics.beyond_rounding(gold + 2.0**-7, gold, torch.float32, ties).tolist() == [2.0**-8, 2.0**-7]
+    assert metrics.beyond_rounding(gold + 2.0**-7, gold, torch.bfloat16, ties).tolist() == [0.0, 2.0**-8]
+    assert metrics.beyond_rounding(gold + 2.0**-9, gold, torch.float32, ties).tolist() == [0.0, 2.0**-9]
+
+
+def test_what_is_no_number_is_beyond_every_limit() -> None:
+    for ratio in (metrics.Ratio(math.nan, 0.0, (0, 0)), metrics.Ratio(0.0, math.nan, (0, 0))):
+        assert ratio.over(limits.ROUNDED_BOUNDARY) == math.inf

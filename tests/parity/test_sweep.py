@@ -79,6 +79,11 @@ def test_a_sweep_is_the_product_of_its_lists() -> None:
     assert found == list(itertools.product((1, 2), (1, 3), ("bf16", "fp16"), ("torch", "triton")))
 
 
+def test_what_takes_minutes_in_the_interpreter_runs_there_only_when_it_is_named() -> None:
+    assert "fla" not in [task.impl.name for task in sweep.tasks(options(op="kda.prefill", model="tiny"))]
+    assert {task.impl.name for task in sweep.tasks(options(op="kda.prefill", model="tiny", impl="fla"))} == {"fla"}
+
+
 def test_a_case_is_one_problem() -> None:
     work = sweep.tasks(options(op=("kda.decode:model=tiny,heads=3,steps=5",), impl="torch"))
     assert [(task.problem.heads, task.problem.steps) for task in work] == [(3, 5)]
@@ -97,7 +102,7 @@ def test_every_case_spells_itself() -> None:
     [
         ("kda.decode:colour=red", "got 'colour=red'"),
         ("kda.decode:heads", "got 'heads'"),
-        ("kda.decode:heads=two", "heads takes a whole number, got 'two'"),
+        ("kda.decode:heads=two", "heads: expected a whole number, got 'two'"),
         ("kda.decode:heads=0", "heads: expected 1 to 4096, got 0"),
         ("nosuch:heads=1", "got 'nosuch'"),
         ("kda.decode:dtype=fp8", "dtype: expected one of bf16, fp16, fp32, got 'fp8'"),
@@ -156,3 +161,17 @@ def test_the_record_on_disk_has_every_row_that_is_finished(tmp_path: Path) -> No
     path, seen = tmp_path / "record.json", []
     rows = swept(ONE | {"heads": "1,2,3"}, out=path, finished=lambda row: seen.append(len(record.load(path)["rows"])))
     assert seen == [1, 2, 3] and len(rows) == 3
+
+
+def test_a_problem_named_twice_is_one_row() -> None:
+    once = Problem("kda.decode")
+    one = sweep.Options(("kda.decode",), state_dtype=("fp32",), regime=("random",), seed=(-1, once.seed), steps=16)
+    assert len(sweep.problems(one)) == 1
+
+
+@pytest.mark.parametrize("seed", ["٣", "1_0", "+1", "0x1", "1.0", ""])
+def test_whole_numbers_are_decimal_digits(seed: str) -> None:
+    with pytest.raises(ValueError, match="seed: expected"):
+        sweep.layered("cpu", None, {"seed": seed})
+    with pytest.raises(ValueError, match="seed: expected"):
+        parse(f"kda.decode:seed={seed}")

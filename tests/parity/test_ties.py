@@ -13,11 +13,12 @@ from parity.oracle import Oracle
 from parity.problem import Problem
 from parity.trajectory import FreeRun, walk
 from reference import kda
-from reference.points import rounding, tie_distance
+from reference.points import KDA_CELL, Contract, rounding, tie_distance
 from tests.candidates import EAGER, live
 from tests.parity.test_noise import share
 
 SQUARE = "glm-5.3-flash"
+INTERIOR = [point for point in KDA_CELL[:-1] if point != "state"]
 
 
 def flipping(point: str, which: Callable[[Tensor], Tensor], head: int) -> Callable[..., Tensor]:
@@ -61,24 +62,40 @@ def test_a_flip_at_a_tie_is_healthy(point: str, dtype: str, monkeypatch: pytest.
     assert share(case, candidate, EAGER) < 1
 
 
-def test_only_heads_that_are_off_are_widened_and_only_those_with_near_ties() -> None:
+def test_only_heads_that_are_off_and_have_near_ties_are_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FLIP_NOISE", 4096.0)
     case = Case(Problem("kda.decode", SQUARE, heads=4, batch=2, steps=1, seed=3))
     pools = case.pools()
     (step,) = walk(case, flipping("conv", torch.argmax, head=1), Oracle(case, EAGER), pools, FreeRun(case, None))
     for m in (step.output, step.state):
-        assert m.ties.shape == (2, 4) and (m.ties.flatten().nonzero().flatten() == 1).all()
+        assert m.excused.shape == (2, 4) and m.excused.flatten().nonzero().flatten().tolist() == [1]
+
+
+ALL = Contract(rounds=dict.fromkeys(INTERIOR, torch.float16))
 
 
 @pytest.mark.parametrize("point", ["beta", "decay", "read", "delta", "q", "k", "norm", "gate"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_declared_rounding_hides_no_other(point: str, dtype: str) -> None:
-    """At K = V = 128 most of FP16's heads have a near tie: those that don't show the fault."""
+    """In one step of one head. At K = V = 128 most of FP16's heads have a near tie: it explains no whole head."""
 
     def candidate(q: Tensor, k: Tensor, **x: Any) -> Tensor:
         return kda.decode(q, k, **x, at=rounding({**EAGER.resolve(q.dtype), point: q.dtype}))
 
-    case = Problem("kda.decode", SQUARE, heads=4, batch=4, dtype=dtype, steps=4, seed=0)
-    assert share(case, candidate, EAGER) > 10
+    for seed in range(3):
+        assert share(Problem("kda.decode", SQUARE, heads=1, batch=1, dtype=dtype, steps=1, seed=seed), candidate, EAGER) > 3
+
+
+@pytest.mark.parametrize("point", ["delta", "k", "beta"])
+def test_roundings_everywhere_hide_no_fault(point: str) -> None:
+    """One step of one head whose contract rounds at every point to FP16, where it has dozens of near ties: a value 0.1 % off."""
+
+    def candidate(q: Tensor, k: Tensor, **x: Any) -> Tensor:
+        rounded = rounding(ALL.rounds)
+        return kda.decode(q, k, **x, at=lambda name, value: rounded(name, value) * (1.001 if name == point else 1))
+
+    for seed in range(3):
+        assert share(Problem("kda.decode", SQUARE, heads=1, batch=1, steps=1, seed=seed), candidate, ALL) > 3
 
 
 def test_a_head_taken_out_of_its_batch_is_predicted_as_in_it() -> None:

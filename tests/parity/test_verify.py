@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from optimized import registry
+from optimized.implementation import Implementation
 from optimized.peers import eager_verify
-from optimized.registry import Implementation
 from parity import gate, sweep
 from parity.case import Case
 from parity.phases import accepted_counts
@@ -138,13 +138,14 @@ def test_drafts_belong_to_verify() -> None:
 
 def test_a_sweep_of_all_operators_gives_each_what_it_takes() -> None:
     found = {(task.problem.op, task.problem.drafts, task.problem.tokens) for task in sweep.tasks(sweep.Options(drafts=(5,), tokens=(9,)))}
-    assert found == {("kda.decode", 0, 0), ("kda.prefill", 0, 9), ("kda.verify", 5, 0)}
+    assert found == {
+        ("kda.decode", 0, 0), ("kda.prefill", 0, 9), ("kda.verify", 5, 0), ("kda.commit", 5, 0), ("kda.verify_offsets", 5, 0),
+        ("kda.mixer", 5, 0), ("kda.mixer", 0, 9),
+    }  # fmt: skip
 
 
 def test_an_implementation_of_ones_own_is_of_one_operator() -> None:
-    with pytest.raises(
-        ValueError, match=r"^operator: tests.candidates:healthy implements one of kda.decode, kda.prefill, kda.verify; name it"
-    ):
+    with pytest.raises(ValueError, match=r"^operator: tests.candidates:healthy implements one of kda.decode, .*, kda.mixer; name it"):
         sweep.tasks(sweep.Options(impl=("tests.candidates:healthy",)))
 
 

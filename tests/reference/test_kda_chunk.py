@@ -1,11 +1,13 @@
 """The chunk form against the recurrence: every chunk, both gates, cut sequences, pools."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from reference import kda, kda_chunk
-from reference.points import KDA_CHUNK, tapped
+from reference.points import KDA_CHUNK, ChunkForm, tapped
 from tests.reference.test_kda import ACTIVATIONS, NAN, cell, copied, int32
 
 LENGTHS = [17, 0, 1, 33]
@@ -13,9 +15,9 @@ LENGTHS = [17, 0, 1, 33]
 
 def both(arguments: dict, **given: object) -> tuple[list[Tensor], list[Tensor]]:
     """Output, state and window of the chunk form and of the recurrence."""
-    chunk = {"chunk": given.pop("chunk")} if "chunk" in given else {}
+    form = {"form": given.pop("form")} if "form" in given else {}
     results = []
-    for prefill, more in ((kda_chunk.prefill, chunk), (kda.prefill, {})):
+    for prefill, more in ((kda_chunk.prefill, form), (kda.prefill, {})):
         pools = copied(arguments)
         results.append([prefill(**{**pools, **given}, **more), pools["state"], pools["window"]])
     return results[0], results[1]
@@ -34,7 +36,7 @@ def near(got: Tensor, expected: Tensor, eps: float) -> bool:
 @pytest.mark.parametrize("chunk", [1, 2, 15, 16, 17, 64])
 def test_every_chunk_is_the_recurrence_in_fp64(chunk: int, lower_bound: float | None) -> None:
     fresh = torch.tensor([False, True, True, False])
-    got, expected = both(packed(LENGTHS), chunk=chunk, lower_bound=lower_bound, fresh=fresh)
+    got, expected = both(packed(LENGTHS), form=ChunkForm(chunk), lower_bound=lower_bound, fresh=fresh)
     assert all(near(x, y, 1e-12) for x, y in zip(got[:2], expected[:2], strict=True))
     assert torch.equal(got[2], expected[2])
 
@@ -56,7 +58,7 @@ def test_strong_decays_stay_finite_and_right(log_decay: float, once: bool) -> No
     arguments["f"] = torch.full_like(arguments["f"], -1.0 if once else -log_decay)
     arguments["f"][23] = -log_decay
     for chunk in (16, 64):
-        got, expected = both(arguments, chunk=chunk)
+        got, expected = both(arguments, form=ChunkForm(chunk))
         assert all(near(x, y, 1e-12) for x, y in zip(got, expected, strict=True))
 
 
@@ -99,13 +101,29 @@ def test_no_tokens_and_no_sequences_are_legal() -> None:
         assert torch.equal(arguments["state"], before["state"])
 
 
-@pytest.mark.parametrize("chunk", [0, -1, 2.0])
-def test_a_chunk_that_is_no_count_is_refused_before_any_pool_changes(chunk: object) -> None:
-    arguments = packed([3])
-    before = copied(arguments)
-    with pytest.raises(ValueError, match="chunk: expected a positive count of tokens"):
-        kda_chunk.prefill(**arguments, chunk=chunk)  # type: ignore[arg-type]
-    assert torch.equal(arguments["state"], before["state"])
+@pytest.mark.parametrize("scale", ["q", "products"])
+@pytest.mark.parametrize("beta", ["inverse", "operands"])
+def test_every_form_is_the_recurrence_in_fp64(scale: Any, beta: Any) -> None:
+    got, expected = both(packed([40, 3]), form=ChunkForm(16, scale, beta))
+    assert all(near(x, y, 1e-12) for x, y in zip(got, expected, strict=True))
+
+
+def test_a_form_says_what_its_rounding_points_hold() -> None:
+    arguments = packed([5])
+    ours: dict[str, Tensor] = {}
+    other: dict[str, Tensor] = {}
+    for values, form in ((ours, ChunkForm()), (other, ChunkForm(scale="products", beta="operands"))):
+        kda_chunk.prefill(**copied(arguments), form=form, at=tapped(values))
+    scale, beta = ours["q"].shape[-1] ** -0.5, ours["beta"]
+    for point, factor in (("q", 1 / scale), ("q_in", 1 / scale), ("k_in", beta[:, :, None]), ("v_in", beta[:, :, None]), ("aqk", 1.0)):
+        assert near(other[point], ours[point] * factor, 1e-12), point
+    assert near(other["inv"] * beta.T[:, None, :], ours["inv"], 1e-12)
+
+
+@pytest.mark.parametrize("wrong", [{"chunk": 0}, {"chunk": -1}, {"chunk": 2.0}, {"scale": "k"}, {"beta": "none"}])
+def test_a_form_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected "):
+        ChunkForm(**wrong)
 
 
 def test_the_points_stand_in_the_order_of_computation() -> None:
