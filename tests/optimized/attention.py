@@ -63,13 +63,15 @@ def away(attend: Attend, given: Core, contract: Contract | None = None) -> float
     if bool(out[empty].any()) or not torch.equal(lse == -torch.inf, empty):
         return torch.inf
     worst, kept = 0.0, ~empty.all(1)
-    ties = torch.zeros_like(gold_lse) if contract is None or not bool(kept.any()) else _flips(*seen, contract.resolve(given["q"].dtype))
+    if not bool(kept.any()):
+        return 0.0
+    ties: Tensor | float = 0.0 if contract is None else _flips(*seen, contract.resolve(given["q"].dtype))
     sums = [x[..., None] for x in (gold_lse, true_lse, floor_lse)]
-    for candidate, sides, near in ((out, (gold, true, floor), ties), (lse[..., None], sums, torch.zeros_like(ties))):
-        if not bool(kept.any()):
-            continue
+    for candidate, sides, near in ((out, (gold, true, floor), ties), (lse[..., None], sums, 0.0)):
         m = metrics.moments(candidate[kept], *(x[kept] for x in sides), candidate.dtype)
-        m.ties = near[kept].square()
+        near = near[kept] if isinstance(near, Tensor) else near
+        error = metrics.beyond_rounding(candidate[kept].double(), sides[0][kept], candidate.dtype, near)
+        m.error = error.nan_to_num().square().sum(-1)  # what isn't finite is counted apart
         worst = max(worst, metrics.noise_ratio(m).over(limits.boundary(candidate.dtype)))
     return worst
 
@@ -86,11 +88,11 @@ def _watched(values: dict[str, Tensor], at: At) -> At:
 
 
 def _flips(gold: dict[str, Tensor], single: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> Tensor:
-    """How far weights near a tie may move the output of each head [T, H], when healthy noise rounds them to the other side."""
+    """How far weights near a tie may move each output [T, H, L], when healthy noise rounds them to the other side."""
     prob = gold["prob"]
     if "prob" not in dtypes:
-        return torch.zeros_like(prob[..., 0])
+        return torch.zeros_like(gold["q_absorbed"])
     noise = (single["prob"] - prob).square().mean(-1, keepdim=True).sqrt() + torch.finfo(torch.float32).eps * prob
     near = (tie_distance(prob, dtypes["prob"]) <= limits.FLIP_NOISE * noise) & (prob > 0)
     step = torch.where(near, 2 * metrics.half_ulp(prob, dtypes["prob"]), 0) / prob.sum(-1, keepdim=True)
-    return torch.einsum("thw,twl->thl", step, gold["latent"].abs()).norm(dim=2)
+    return torch.einsum("thw,twl->thl", step, gold["latent"].abs())
