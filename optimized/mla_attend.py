@@ -56,19 +56,19 @@ def _load_tile(
     return x
 
 
-@triton.jit(do_not_specialize=["rows", "width", "tokens"])
+@triton.jit(do_not_specialize=["rows", "width", "tokens", "splits"])
 def mla_attend_kernel(
     q, latent, scales, kv_scale, ids, counts, out, lse, shares, sums,
     q_stride, q_head_stride, page_stride, row_stride, scale_page_stride, scale_row_stride, ids_stride, out_stride, out_head_stride,
-    tokens, heads, rows, width, scale_log2,
-    L: tl.constexpr, BL: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    tokens, heads, rows, width, splits, scale_log2,
+    L: tl.constexpr, BL: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     PAGE: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, HAS_COUNTS: tl.constexpr, LN2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     blocks = (heads + BH - 1) // BH
     pid = tl.program_id(0)
     head = pid % blocks * BH + tl.arange(0, BH)
-    split = pid // blocks % SPLITS
-    token = (pid // blocks // SPLITS).to(tl.int64)
+    split = pid // blocks % splits
+    token = (pid // blocks // splits).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -86,8 +86,8 @@ def mla_attend_kernel(
     if HAS_COUNTS:
         count = tl.minimum(tl.load(counts + token), width)
     steps = (tl.maximum(count, 0) + BN - 1) // BN
-    begin = split * steps // SPLITS
-    end = (split + 1) * steps // SPLITS
+    begin = split * steps // splits
+    end = (split + 1) * steps // splits
 
     acc = tl.zeros([BH, BL], tl.float32)
     total = tl.zeros([BH], tl.float32)
@@ -113,25 +113,25 @@ def mla_attend_kernel(
     mask = in_head[:, None]
     if L != BL:
         mask = mask & (channel < L)[None, :]
-    if SPLITS == 1:
+    if not SPLIT:
         share = tl.where(total == 0.0, 0.0, 1.0 / total)
         y = tl.where(total[:, None] == 0.0, 0.0, acc * share[:, None])
         tl.store(out + token * out_stride + head[:, None] * out_head_stride + channel[None, :], y.to(out.dtype.element_ty), mask=mask)
         tl.store(lse + token * heads + head, tl.where(total == 0.0, -float("inf"), (tl.log2(total) + base) * LN2), mask=in_head)
     else:
-        at_share = (token * SPLITS + split) * heads + head
+        at_share = (token * splits + split) * heads + head
         if begin < end:
             tl.store(shares + at_share[:, None] * L + channel[None, :], acc, mask=mask)
         tl.store(sums + at_share, total, mask=in_head)
-        tl.store(sums + tokens * SPLITS * heads + at_share, base, mask=in_head)
+        tl.store(sums + tokens.to(tl.int64) * splits * heads + at_share, base, mask=in_head)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def mla_combine_kernel(
-    shares, sums, out, lse, out_stride, out_head_stride, tokens, heads,
-    L: tl.constexpr, BL: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr, LN2: tl.constexpr, PDL: tl.constexpr,
+    shares, sums, out, lse, out_stride, out_head_stride, tokens, heads, splits,
+    L: tl.constexpr, BL: tl.constexpr, BS: tl.constexpr, LN2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Shares of one query and head, [SPLITS, L], as one; those without rows are not read."""
+    """Shares of one query and head, [splits, L], as one; those without rows are not read."""
     pid = tl.program_id(0)
     head = pid % heads
     token = (pid // heads).to(tl.int64)
@@ -140,9 +140,9 @@ def mla_combine_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    at = (token * SPLITS + split) * heads + head
-    total = tl.load(sums + at, mask=split < SPLITS, other=0.0)
-    base = tl.load(sums + tokens * SPLITS * heads + at, mask=split < SPLITS, other=-float("inf"))
+    at = (token * splits + split) * heads + head
+    total = tl.load(sums + at, mask=split < splits, other=0.0)
+    base = tl.load(sums + tokens.to(tl.int64) * splits * heads + at, mask=split < splits, other=-float("inf"))
     most = tl.max(base, 0)
     over = tl.where(most == -float("inf"), 0.0, most)
     weight = tl.exp2(base - over)  # powers of two, and 0
@@ -194,20 +194,20 @@ def launch(
     if splits > 1:
         shares = torch.empty(tokens * splits * heads * channels, dtype=torch.float32, device=q.device)
         sums = torch.empty(2 * tokens * splits * heads, dtype=torch.float32, device=q.device)
-    constant: dict[str, Any] = dict(L=channels, SPLITS=splits, LN2=LN2, PDL=tile.pdl)
+    constant: dict[str, Any] = dict(L=channels, LN2=LN2, PDL=tile.pdl)
     mla_attend_kernel[(tokens * splits * triton.cdiv(heads, block),)](
         q, codes, scales, kv_scale, ids, counts, out, lse, shares, sums,
         q.stride(0), q.stride(1), codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1), ids.stride(0),
-        out.stride(0), out.stride(1), tokens, heads, sizes.rows, sizes.width, scale * LOG2E,
-        BL=padded, BH=block, BN=tile.rows, STAGES=tile.stages, PAGE=page_constant(codes), FORM=form, GROUP=fp8.GROUP,
+        out.stride(0), out.stride(1), tokens, heads, sizes.rows, sizes.width, splits, scale * LOG2E,
+        BL=padded, BH=block, BN=tile.rows, SPLIT=splits > 1, STAGES=tile.stages, PAGE=page_constant(codes), FORM=form, GROUP=fp8.GROUP,
         HAS_COUNTS=counts is not None, **constant,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True, launch_pdl=tile.pdl,
     )  # fmt: skip
     if splits > 1:
         merge = min(tile.merge, padded)
         mla_combine_kernel[(tokens * heads, triton.cdiv(channels, merge))](
-            shares, sums, out, lse, out.stride(0), out.stride(1), tokens, heads, BL=merge, BS=triton.next_power_of_2(splits), **constant,
-            num_warps=4, enable_fp_fusion=True, launch_pdl=tile.pdl,
+            shares, sums, out, lse, out.stride(0), out.stride(1), tokens, heads, splits,
+            BL=merge, BS=triton.next_power_of_2(splits), **constant, num_warps=4, enable_fp_fusion=True, launch_pdl=tile.pdl,
         )  # fmt: skip
     return out, lse
 

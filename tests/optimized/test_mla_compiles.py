@@ -56,10 +56,10 @@ for kind, form, latent in (("half", m.FLAT, "*bf16"), ("fp8", m.SCALED, "*fp8e4n
         if name not in found:
             found[name] = build(
                 m.mla_attend_kernel, t.warps, t.stages, dict(POINTERS, latent=latent), L=512, BL=512, BH=t.heads, BN=t.rows,
-                SPLITS=t.splits, STAGES=t.stages, PAGE=0, FORM=form, GROUP=128, HAS_COUNTS=True, LN2=m.LN2, PDL=t.pdl,
+                SPLIT=t.splits > 1, STAGES=t.stages, PAGE=0, FORM=form, GROUP=128, HAS_COUNTS=True, LN2=m.LN2, PDL=t.pdl,
             )
 for t in {t.splits: t for t in (mla_tiles.mla_tile("sm90", "half", 64, n) for n in (1, 8, 64))}.values():
-    found[f"combine {t}"] = build(m.mla_combine_kernel, 4, 3, POINTERS, L=512, BL=t.merge, SPLITS=t.splits,
+    found[f"combine {t}"] = build(m.mla_combine_kernel, 4, 3, POINTERS, L=512, BL=t.merge,
                                   BS=triton.next_power_of_2(t.splits), LN2=m.LN2, PDL=t.pdl)
 t = mla_tiles.kpool_tile("sm90")
 found["scores"] = build(kpool.kpool_scores_kernel, t.warps, 1, POINTERS, HEADS=32, BH=32, D=128, BD=128, BJ=t.pools, PAGE=16,
