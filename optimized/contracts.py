@@ -1,6 +1,7 @@
 """Where the implementations round inside, as data. An implementation that rounds nothing inside has an empty contract."""
 
 from reference.points import ACTIVATION, KDA_CELL, KDA_CHUNK, KDA_MIXER, ChunkForm, Contract
+from reference.points import MLA_ATTEND as _ATTEND
 
 EXACT = Contract()
 # The convolution's output and the core are stored in the activation dtype: eager torch, and FLA's chain of kernels.
@@ -30,6 +31,8 @@ _PROJECTED = dict.fromkeys(("proj_qkv", "proj_f_a", "proj_f", "proj_g_a", "proj_
 MIXER = Contract(rounds=_PROJECTED, points=KDA_MIXER)
 MIXER_PREFILL = Contract(rounds={**_PROJECTED, **PREFILL.rounds}, accumulate=PREFILL.accumulate, points=KDA_MIXER)
 MIXER_STAGED = Contract(rounds={**_PROJECTED, **STAGED.rounds}, points=KDA_MIXER)
+# Operands of the absorbed core's matrix products: rows as dequantised, weights over a power of two. Logits and sums are FP32.
+MLA_ATTEND = Contract(rounds={"latent": ACTIVATION, "prob": ACTIVATION}, accumulate="mma_bf16", points=_ATTEND)
 
 HAVE_CHUNKS = ("kda.prefill", "kda.mixer")  # operators whose reference has the chunk form too
 

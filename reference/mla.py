@@ -152,6 +152,17 @@ def encode(row: Tensor, cache: MlaCache, policy: fp8.Policy = "fp32") -> Tensor:
 
 
 @full_precision
+def store(row: Tensor, *, cache: MlaCache, owner: Tensor, position: Tensor, block_table: Tensor, policy: fp8.Policy = "fp32") -> None:
+    """Normed latent rows [T, L] into cache.latent, in place, as it stores them: rounded, or quantised and saturated explicitly.
+
+    owner, position int32 [T] as from `mla_cache.locate`, block_table int32 [N, blocks]: a token of padding, or without a page,
+    writes nothing. policy: of the scales of FP8 rows. ValueError or TypeError before anything is touched.
+    """
+    validate_mla.store(row, cache, owner, position, block_table, policy)
+    store_rows(cache.latent, page_rows(block_table, owner, position, cache.page), encode(row, cache, policy))
+
+
+@full_precision
 def layer(
     hidden: Tensor,
     weights: MlaWeights,
@@ -189,7 +200,7 @@ def layer(
     store_rows(cache.pool_keys, key_rows, key)
     kpool.store_raw(index_k, pool_gate, ring=cache.ring, **raw)
     rows = page_rows(table, owner, position, cache.page)
-    store_rows(cache.latent, rows, encode(given["row"], cache, policy))
+    store(given["row"], cache=cache, owner=owner, position=position, block_table=table, policy=policy)
     latent = cache.latent
     if latent.dtype.itemsize > 1:
         latent = latent.to(dtype, copy=True)

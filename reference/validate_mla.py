@@ -269,6 +269,20 @@ def index_pools(pool_keys: Tensor, ring: Tensor, dim: int, device: torch.device)
         _fail("ring", f"at least {POOL} rows, {POOL} + S with S drafts", ring.shape[1], "mla_cache.ring_rows(drafts) is enough")
 
 
+def store(row: Tensor, given: MlaCache, owner: Tensor, position: Tensor, block_table: Tensor, policy: str) -> None:
+    """Structure of `mla.store`."""
+    _rank("row", row, 2, "[T, L]", "one latent row for each token")
+    _tensor("row", row, tuple(row.shape), FLOATS, row.device)
+    _last_contiguous("row", row)
+    latent_rows("cache.latent", given.latent, row.shape[1], given.scale, row.device, "cache.scale")
+    _written("cache.latent", given.latent)
+    _rows(row.shape[0], row.device, owner, position, block_table)
+    if policy not in ("fp32", "pow2"):
+        _fail("policy", "fp32 or pow2", repr(policy), "fp32 stores the scale as it is, pow2 raises it to a power of two")
+    if given.scale is not None and given.scale.device.type == "cpu":
+        _scales("cache.scale", given.scale.reshape(1))
+
+
 def weights(given: MlaWeights) -> LayerSizes:
     """Structure of the weights of a layer; the sizes they imply."""
     if not isinstance(given, MlaWeights):
