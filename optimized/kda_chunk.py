@@ -9,21 +9,9 @@ import triton
 import triton.language as tl
 
 from optimized import interpreter
+from optimized.approximate import FLUSH, LOG2E, exp2, unit_over, unit_sigmoid
 from optimized.kda_cell import softplus
-from optimized.kda_rows import (
-    FLUSH,
-    LOG2E,
-    conv,
-    conv_inputs,
-    exp2,
-    raw_rows,
-    store_rows,
-    sums_from_middle,
-    sums_from_start,
-    unit_over,
-    unit_rows,
-    unit_sigmoid,
-)  # fmt: skip
+from optimized.kda_rows import conv, conv_inputs, raw_rows, store_rows, sums_from_middle, sums_from_start, unit_rows  # fmt: skip
 
 interpreter.repair()
 

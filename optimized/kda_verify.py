@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized import arch, contracts, interpreter, tiles, verify_tiles
-from optimized.kda_cell import load_rows, shift, sigmoid, store_rows, tap_weights
+from optimized.approximate import unit_sigmoid
+from optimized.kda_cell import load_rows, shift, store_rows, tap_weights
 from optimized.kda_replay import cached, carried_taps, convolved, decays, l2norms, replay_rows, store_drafts, tokens
 from optimized.kda_run import chained, masked, rows_after, rows_times, stacked, stacked_to, unstacked
 from reference import validate, validate_verify
@@ -160,7 +161,7 @@ def kda_verify_kernel(
     reads, queries, among, across, golden, golden_decay = chained(keys, q_n, decay_replayed + decay, DRAFTS, 2 * DRAFTS + 1)
     betas = ()
     for i in tl.static_range(DRAFTS + TOKENS):
-        betas += (sigmoid(logits[i]),)  # type: ignore[assignment]
+        betas += (unit_sigmoid(logits[i]),)  # type: ignore[assignment]
     core = tl.zeros([TILES, BV, stacked_to(TOKENS)], tl.float32)
     if TILES == 1:
         s, core = _tile(s, 0, tiles, core, values, betas, reads, queries, among, across, golden, golden_decay, CHUNKS, KI, DRAFTS)
@@ -175,7 +176,7 @@ def kda_verify_kernel(
     scale = tl.rsqrt(tl.sum(tl.sum(core * core, 1), 0) / V + norm_eps)
     normed = unstacked(core * scale[None, None, :], TOKENS)
     for i in tl.static_range(TOKENS):
-        gated = normed[i] * weight * sigmoid(gates[i])
+        gated = normed[i] * weight * unit_sigmoid(gates[i])
         tl.store(out_row, gated.to(out.dtype.element_ty), mask=in_v)
         out_row += out_stride
 

@@ -27,6 +27,9 @@ CONDITIONING = 0.10
 # A value whose tie is this many times its noise away may round either way in a healthy kernel: sums in another order,
 # approximate exp. The noise is the FP32 reference's own, and an FP32 rounding of the value.
 FLIP_NOISE = 8.0
+# Flips of one head are not quite the sum of each alone: a second one moves by 2^-8 more or less after a first in BF16, and
+# values that are carried to a tie may fall on either side, each shifting the head's norm. This share of all of them together.
+FLIPS_TOGETHER = 2.0**-6
 # Operands of a TF32 product have 10 bits after the leading one, and may be cut off instead of rounded.
 TF32_NOISE = 2.0**-11
 # A tensor core adds 16 products at a time to an FP32 sum and cuts off what doesn't fit: up to an ulp of the sum a step, always

@@ -2,7 +2,7 @@
 
 One such flip moves its head by more than a small fault would, so a limit for all heads can't allow for it. It is allowed for
 where it can happen: each element of a head that is off may be wrong by what flips of the head's own near ties would do to
-this element, added up. What is beyond that is the head's error; its floor and its limit stay as they are.
+this element, added up. What is beyond that is the head's error. Its floor grows only by how flips of one head bend each other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from parity.tokens import Tokens
 from reference.points import KDA_CELL, At, flipped, grafted, rounding, tapped, tie_distance
 
 Shape = tuple[int, int, int]
-GROUP = 512  # heads at a time: what bounds the memory
+GROUP = 96  # heads at a time: what bounds the memory
 
 
 def allow(oracle: Oracle, call: Call, pools: Pools, output: Moments, state: Moments) -> None:
@@ -48,8 +48,13 @@ def _excuse(m: Moments, where: tuple[Tensor, ...], candidate: Tensor, gold: Tens
     """Errors of some heads, each element less what near ties may have moved it."""
     finite = torch.where(candidate.isfinite(), candidate.double(), 0)
     error = m.error[where]
-    left = metrics.beyond_rounding(finite, gold, candidate.dtype, ties).square().flatten(error.ndim).sum(-1)
+
+    def squares(x: Tensor) -> Tensor:
+        return x.square().flatten(error.ndim).sum(-1)
+
+    left = squares(metrics.beyond_rounding(finite, gold, candidate.dtype, ties))
     m.excused[where], m.error[where] = (error - left).clamp(min=0), left
+    m.floor[where] = (m.floor[where].sqrt() + limits.FLIPS_TOGETHER * squares(ties).sqrt()).square()
 
 
 def _groups(tokens: Tokens, pairs: Tensor) -> Iterator[tuple[Shape, Tensor]]:

@@ -25,8 +25,7 @@ from parity.oracle import Operator, Oracle, Stored
 from parity.phases import PHASES
 from reference.points import rounding
 
-SLICE_BYTES = 60_000_000  # of FP64 state at a time, or
-SLICE_SHARE = 9  # this part of the pool's bytes, when that is more: few launches, and still less than 6 pools in memory
+SLICE_BYTES = 45_000_000  # of FP64 state at a time
 ULP_BINS = 4096
 
 
@@ -104,10 +103,9 @@ class FreeRun:
 
 
 def slices(case: Case) -> Iterator[slice]:
-    """Sequences in runs whose FP64 state fits `SLICE_BYTES`, or a share of a large pool."""
+    """Sequences in runs whose FP64 state fits `SLICE_BYTES`."""
     problem, kda = case.problem, case.kda
-    state = problem.heads * kda.key_dim * kda.value_dim  # elements of a sequence
-    size = max(1, max(SLICE_BYTES, problem.batch * state * problem.pool.itemsize // SLICE_SHARE) // (state * 8))
+    size = max(1, SLICE_BYTES // (problem.heads * kda.key_dim * kda.value_dim * 8))
     for start in range(0, problem.batch, size):
         yield slice(start, min(start + size, problem.batch))
 

@@ -179,6 +179,13 @@ def test_near_ties_explain_errors_of_their_own_elements_only() -> None:
     assert metrics.beyond_rounding(gold + 2.0**-9, gold, torch.float32, ties).tolist() == [0.0, 2.0**-9]
 
 
+def test_a_near_tie_may_carry_a_value_past_a_power_of_two_where_half_an_ulp_is_more() -> None:
+    gold, tie = torch.tensor([1 - 2.0**-9], dtype=torch.float64), torch.tensor([2.0**-8])
+    candidate = torch.tensor([1 + 2.0**-7], dtype=torch.float64)  # of 1 + 2^-9 + 2^-12, rounded
+    assert metrics.beyond_rounding(candidate, gold, torch.bfloat16, tie + 2.0**-9).item() == 0
+    assert metrics.beyond_rounding(candidate, gold, torch.bfloat16).item() > 0
+
+
 def test_what_is_no_number_is_beyond_every_limit() -> None:
     for ratio in (metrics.Ratio(math.nan, 0.0, (0, 0)), metrics.Ratio(0.0, math.nan, (0, 0))):
         assert ratio.over(limits.ROUNDED_BOUNDARY) == math.inf

@@ -95,7 +95,7 @@ def test_roundings_everywhere_hide_no_fault(point: str) -> None:
         return kda.decode(q, k, **x, at=lambda name, value: rounded(name, value) * (1.001 if name == point else 1))
 
     for seed in range(3):
-        assert share(Problem("kda.decode", SQUARE, heads=1, batch=1, steps=1, seed=seed), candidate, ALL) > 3
+        assert share(Problem("kda.decode", SQUARE, heads=1, batch=1, steps=1, seed=seed), candidate, ALL) > 1
 
 
 def test_a_head_taken_out_of_its_batch_is_predicted_as_in_it() -> None:
