@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from optimized.approximate import LOG2E, exp2, unit_sigmoid
-from optimized.kda_cell import dot_rows, softplus
+from optimized.kda_cell import conv, dot_rows, log_decay, sigmoid
 
 
 @triton.jit
@@ -54,8 +53,7 @@ def convolved(weights, taps, values, count, COUNT: tl.constexpr):
     left0, left1, left2 = taps
     out = ()
     for i in tl.static_range(COUNT):
-        y = w0 * t0 + w1 * t1 + w2 * t2 + w3 * values[i]
-        out += (y * unit_sigmoid(y),)  # type: ignore[assignment]
+        out += (conv(w0, w1, w2, w3, t0, t1, t2, values[i]),)  # type: ignore[assignment]
         t0, t1, t2 = t1, t2, values[i]
         left0, left1, left2 = tl.where(i < count, t0, left0), tl.where(i < count, t1, left1), tl.where(i < count, t2, left2)
     return out, (left0, left1, left2)
@@ -74,12 +72,7 @@ def decays(values, bias, rate, mask, lower_bound, BOUNDED: tl.constexpr, COUNT: 
     """The decay of each key channel at each of `values`, raw gates."""
     out = ()
     for i in tl.static_range(COUNT):
-        x = values[i] + bias
-        if BOUNDED:
-            decay = exp2(unit_sigmoid(rate * x) * lower_bound * LOG2E)
-        else:
-            decay = exp2(softplus(x) * -rate * LOG2E)
-        out += (tl.where(mask, decay, 0.0),)  # type: ignore[assignment]
+        out += (tl.where(mask, tl.exp(log_decay(values[i] + bias, rate, lower_bound, BOUNDED)), 0.0),)  # type: ignore[assignment]
     return out
 
 
@@ -89,6 +82,6 @@ def replay_rows(s, pending, values, logits, keys, decays, CHUNKS: tl.constexpr, 
     for i in tl.static_range(DRAFTS):
         if i < pending:
             k_n, decay = tl.reshape(keys[i], [CHUNKS, KI]), tl.reshape(decays[i], [CHUNKS, KI])
-            delta = unit_sigmoid(logits[i]) * (values[i] - dot_rows(s, tl.reshape(keys[i] * decays[i], [CHUNKS, KI])))
+            delta = sigmoid(logits[i]) * (values[i] - dot_rows(s, tl.reshape(keys[i] * decays[i], [CHUNKS, KI])))
             s = s * decay[None, :, :] + delta[:, None, None] * k_n[None, :, :]
     return s

@@ -2,8 +2,7 @@
 
 One program owns one head of one sequence, as in decode. It reads the state once and keeps it in registers over all tokens; it
 writes the state once, after the golden token. What doesn't depend on the state comes first, while the state is under way: the
-convolution, norms and gates of every token, pending drafts included, once a head. Of the tokens' chain only small products
-are left: every dot with the state is one with the state as it was, and what tokens do to each other is `kda_run`'s.
+convolution, norms and gates of every token, pending drafts included, once a head.
 Source: spec of the model, section 5.
 """
 
@@ -15,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from optimized import arch, contracts, interpreter, tiles, verify_tiles
-from optimized.approximate import unit_sigmoid
-from optimized.kda_cell import load_rows, shift, store_rows, tap_weights
+from optimized.kda_cell import delta_rule, load_rows, shift, sigmoid, store_rows, tap_weights
 from optimized.kda_replay import cached, carried_taps, convolved, decays, l2norms, replay_rows, store_drafts, tokens
-from optimized.kda_run import chained, masked, rows_after, rows_times, stacked, stacked_to, unstacked
 from reference import validate, validate_verify
 from reference.kda import L2_EPS, MAX_A_LOG
 from reference.kda_offsets import Offsets
@@ -26,31 +23,6 @@ from reference.kda_replay import Replay
 from reference.kda_verify import checked_offsets
 
 CONTRACT = contracts.EXACT
-
-
-@triton.jit
-def _tile(
-    s, tile, tiles, core, values, betas, reads, queries, among, across, golden, golden_decay,
-    CHUNKS: tl.constexpr, KI: tl.constexpr, DRAFTS: tl.constexpr,
-):  # fmt: skip
-    """One tile of rows: the rows after the golden token, and `core` [TILES, BV, tokens] with this tile's filled in."""
-    at_state = rows_times(s, reads, CHUNKS, KI, 2 * DRAFTS + 1)
-    deltas = ()
-    for i in tl.static_range(2 * DRAFTS + 1):
-        read = at_state[i]
-        for j in tl.static_range(i):
-            read += among[i * (i - 1) // 2 + j] * deltas[j]
-        value = tl.sum(tl.where(tiles == tile, values[i], 0.0), 0)
-        deltas += (betas[i] * (value - read),)  # type: ignore[assignment]
-    at_state = rows_times(s, queries, CHUNKS, KI, DRAFTS + 1)
-    cores = ()
-    for i in tl.static_range(DRAFTS + 1):
-        own = at_state[i]
-        for j in tl.static_range(DRAFTS + 1 + i):
-            own += across[i * (DRAFTS + 1) + i * (i - 1) // 2 + j] * deltas[j]
-        cores += (own,)  # type: ignore[assignment]
-    s = rows_after(s, golden, golden_decay, deltas, CHUNKS, KI, DRAFTS + 1)
-    return s, tl.where((tiles == tile)[:, :, None], stacked(cores, DRAFTS + 1)[None, :, :], core)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -61,9 +33,9 @@ def kda_verify_kernel(
     state_stride, window_stride, tap_stride, channel_stride,
     qkv_slot_stride, qkv_draft_stride, f_slot_stride, f_draft_stride, beta_slot_stride, beta_draft_stride,
     num_slots, heads, lower_bound, norm_eps,
-    K: tl.constexpr, V: tl.constexpr, CHUNKS: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
-    STAGES: tl.constexpr, DRAFTS: tl.constexpr, SHARED: tl.constexpr, BOUNDED: tl.constexpr, HAS_FRESH: tl.constexpr, SCALE: tl.constexpr,
-    EPS: tl.constexpr, RATE_MAX: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, CHUNKS: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr, DRAFTS: tl.constexpr,
+    SHARED: tl.constexpr, BOUNDED: tl.constexpr, HAS_FRESH: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+    RATE_MAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = 1 + DRAFTS
     pid = tl.program_id(0)
@@ -73,8 +45,7 @@ def kda_verify_kernel(
     kk = tl.arange(0, CHUNKS * KI)
     in_k = kk < K
     key = tl.arange(0, CHUNKS)[:, None] * KI + tl.arange(0, KI)[None, :]  # [CHUNKS, KI]: the same, as the state is tiled
-    tiles = tl.arange(0, TILES)[:, None]
-    value = tiles * BV + tl.arange(0, BV)[None, :]  # [TILES, BV]: all of V
+    value = tl.arange(0, BV)
     in_v = value < V
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -87,16 +58,13 @@ def kda_verify_kernel(
         shifted = tl.load(cu_seqlens + row).to(tl.int64)
     if (slot < 0) | (slot >= num_slots):
         for i in tl.static_range(TOKENS):
-            tl.store(
-                out + (first + i) * out_stride + head * V + value, tl.zeros([TILES, BV], tl.float32).to(out.dtype.element_ty), mask=in_v
-            )
+            tl.store(out + (first + i) * out_stride + head * V + value, tl.zeros([BV], tl.float32).to(out.dtype.element_ty), mask=in_v)
         return
     carried = slot >= 0
     if HAS_FRESH:
         carried = tl.load(fresh + row) == 0
     state_row = state + slot * state_stride + head * (V * K)
-    if TILES == 1:  # nothing to pipeline: the state is under way before anything waits
-        s = load_rows(state_row, 0, key, carried, K, V, BV)
+    s = load_rows(state_row, 0, key, carried, K, V, BV)  # under way before anything waits
 
     if SHARED:
         first = shifted + pending
@@ -124,8 +92,9 @@ def kda_verify_kernel(
     v_new = tokens(v, first, v_stride, head * V + value, in_v, TOKENS)
     f_new = tokens(f, first, f_stride, q_channel, in_k, TOKENS)
     b_new = tokens(beta, first, beta_stride, head, True, TOKENS)
-    gates = tokens(gate, first, gate_stride, head * V + value, in_v, TOKENS)
+    gate_row = gate + first * gate_stride + head * V + value
     out_row = out + first * out_stride + head * V + value
+    gate_raw = tl.load(gate_row, mask=in_v, other=0.0)
     bias = tl.load(dt_bias + q_channel, mask=in_k, other=0.0)
     log_rate = tl.load(a_log + head)
     rate = tl.exp(tl.where(log_rate > RATE_MAX, RATE_MAX, log_rate))  # NaN stays NaN
@@ -136,8 +105,8 @@ def kda_verify_kernel(
     _, q_taps = convolved(q_weight, q_taps, q_old, pending, DRAFTS)  # replay needs no q, the window does
     k_y, k_taps = convolved(k_weight, k_taps, k_old, pending, DRAFTS)
     v_replayed, v_taps = convolved(v_weight, v_taps, v_old, pending, DRAFTS)
-    k_replayed = masked(l2norms(k_y, EPS, 1.0, DRAFTS), pending, 0.0, DRAFTS)
-    decay_replayed = masked(decays(f_old, bias, rate, in_k, lower_bound, BOUNDED, DRAFTS), pending, 1.0, DRAFTS)
+    k_replayed = l2norms(k_y, EPS, 1.0, DRAFTS)
+    decay_replayed = decays(f_old, bias, rate, in_k, lower_bound, BOUNDED, DRAFTS)
 
     q_y, q_taps = convolved(q_weight, q_taps, q_new, 1, TOKENS)
     k_y, k_taps = convolved(k_weight, k_taps, k_new, 1, TOKENS)
@@ -157,26 +126,21 @@ def kda_verify_kernel(
     store_drafts(f_row, f_draft_stride, 0, in_k, f_new, DRAFTS)
     store_drafts(beta_row, beta_draft_stride, 0, None, b_new, DRAFTS)
 
-    keys, values, logits = k_replayed + k_n, v_replayed + v_y, b_old + b_new
-    reads, queries, among, across, golden, golden_decay = chained(keys, q_n, decay_replayed + decay, DRAFTS, 2 * DRAFTS + 1)
-    betas = ()
-    for i in tl.static_range(DRAFTS + TOKENS):
-        betas += (unit_sigmoid(logits[i]),)  # type: ignore[assignment]
-    core = tl.zeros([TILES, BV, stacked_to(TOKENS)], tl.float32)
-    if TILES == 1:
-        s, core = _tile(s, 0, tiles, core, values, betas, reads, queries, among, across, golden, golden_decay, CHUNKS, KI, DRAFTS)
-        store_rows(state_row, 0, s, key, K, V, BV)  # what the drafts do to the state stays here
-    else:
-        for tile in tl.range(0, TILES, num_stages=STAGES):
-            s = load_rows(state_row, tile, key, carried, K, V, BV)
-            s, core = _tile(s, tile, tiles, core, values, betas, reads, queries, among, across, golden, golden_decay, CHUNKS, KI, DRAFTS)
-            store_rows(state_row, tile, s, key, K, V, BV)
-
-    weight = tl.load(norm_weight + value, mask=in_v, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(tl.sum(core * core, 1), 0) / V + norm_eps)
-    normed = unstacked(core * scale[None, None, :], TOKENS)
+    s = replay_rows(s, pending, v_replayed, b_old, k_replayed, decay_replayed, CHUNKS, KI, DRAFTS)
     for i in tl.static_range(TOKENS):
-        gated = normed[i] * weight * unit_sigmoid(gates[i])
+        gate_i = gate_raw.to(tl.float32)
+        if i < DRAFTS:  # one token ahead: all at once would not fit in registers
+            gate_row += gate_stride
+            gate_raw = tl.load(gate_row, mask=in_v, other=0.0)
+        s, core = delta_rule(
+            s, v_y[i], sigmoid(b_new[i]), tl.reshape(k_n[i], [CHUNKS, KI]), tl.reshape(k_n[i] * decay[i], [CHUNKS, KI]),
+            tl.reshape(q_n[i] * decay[i], [CHUNKS, KI]), tl.reshape(decay[i], [CHUNKS, KI]), tl.sum(k_n[i] * q_n[i], 0),
+        )  # fmt: skip
+        if i == 0:  # what the drafts do to the state stays here
+            store_rows(state_row, 0, s, key, K, V, BV)
+        scale = tl.rsqrt(tl.sum(core * core, 0) / V + norm_eps)
+        weight = tl.load(norm_weight + value, mask=in_v, other=0.0).to(tl.float32)
+        gated = core * scale * (weight * sigmoid(gate_i))
         tl.store(out_row, gated.to(out.dtype.element_ty), mask=in_v)
         out_row += out_stride
 
@@ -267,12 +231,11 @@ def launch(
     lower_bound: float | None,
     norm_eps: float,
 ) -> Tensor:
-    """The launch of validated arguments with a given tile."""
+    """The launch of validated arguments with a given tile, whose rows and stages have no say: a program holds its whole state."""
     out = torch.empty(sizes.tokens, sizes.heads * sizes.value_dim, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
     counts, cu_seqlens = (accepted, None) if offsets is None else offsets
-    rows = min(tile.rows, triton.next_power_of_2(sizes.value_dim))
     kda_verify_kernel[(sizes.sequences * sizes.heads,)](
         q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, norm_weight, state, window, replay.qkv, replay.f, replay.beta,
         slots, counts, cu_seqlens, fresh, out,
@@ -280,7 +243,7 @@ def launch(
         state.stride(0), *window.stride(), *_strides(replay),
         sizes.slots, sizes.heads, lower_bound or 0.0, norm_eps,
         SHARED=offsets is not None, HAS_FRESH=fresh is not None, SCALE=sizes.key_dim**-0.5, BOUNDED=lower_bound is not None,
-        TILES=triton.next_power_of_2(sizes.value_dim) // rows, STAGES=tile.stages, **_options(tile, sizes, rows),
+        **_options(tile, sizes),
     )  # fmt: skip
     return out
 
@@ -289,12 +252,12 @@ def _strides(replay: Replay) -> list[int]:
     return [stride for x in (replay.qkv, replay.f, replay.beta) for stride in x.stride()[:2]]
 
 
-def _options(tile: tiles.Tile, sizes: validate.KdaSizes, rows: int) -> dict[str, Any]:
-    """Constants and launch options that both kernels share. rows: of V in a pass."""
-    padded_k = triton.next_power_of_2(sizes.key_dim)
+def _options(tile: tiles.Tile, sizes: validate.KdaSizes) -> dict[str, Any]:
+    """Constants and launch options that both kernels share."""
+    padded_k, padded_v = triton.next_power_of_2(sizes.key_dim), triton.next_power_of_2(sizes.value_dim)
     chunk = min(tile.chunk, padded_k)
     return dict(
-        K=sizes.key_dim, V=sizes.value_dim, CHUNKS=padded_k // chunk, KI=chunk, BV=rows, DRAFTS=sizes.drafts, EPS=L2_EPS,
+        K=sizes.key_dim, V=sizes.value_dim, CHUNKS=padded_k // chunk, KI=chunk, BV=padded_v, DRAFTS=sizes.drafts, EPS=L2_EPS,
         RATE_MAX=MAX_A_LOG, PDL=tile.pdl, num_warps=tile.warps, num_stages=1, enable_fp_fusion=True, launch_pdl=tile.pdl,
     )  # fmt: skip
 
@@ -323,8 +286,8 @@ def verify(
 ) -> Tensor:
     """`reference.kda_verify.verify` as one Triton launch; arguments, pools, caches, errors and return value as there.
 
-    BF16, FP16 or FP32 activations, FP32 or BF16 state. Nothing inside is rounded below FP32. CPU tensors only in
-    Triton's interpreter.
+    BF16, FP16 or FP32 activations, FP32 or BF16 state. Nothing inside is rounded below FP32, and a replayed draft goes through
+    the same operations as a decoded token. CPU tensors only in Triton's interpreter.
     """
     arguments: dict[str, Any] = dict(
         v=v, f=f, beta=beta, gate=gate, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
@@ -333,7 +296,7 @@ def verify(
     )  # fmt: skip
     sizes = validate_verify.kda_verify(q, k, **arguments)
     _checked(sizes, q.dtype, state, slots, accepted, offsets, fresh)
-    return launch(_chosen(state, sizes), sizes, q, k, **arguments)
+    return launch(_tile(state, sizes), sizes, q, k, **arguments)
 
 
 def commit(
@@ -357,7 +320,7 @@ def commit(
     kda_commit_kernel[(sizes.sequences * sizes.heads,)](
         conv_weight, a_log, dt_bias, state, window, replay.qkv, replay.f, replay.beta, slots, accepted,
         state.stride(0), *window.stride(), *_strides(replay), sizes.slots, sizes.heads, lower_bound or 0.0,
-        BOUNDED=lower_bound is not None, **_options(_chosen(state, sizes), sizes, triton.next_power_of_2(sizes.value_dim)),
+        BOUNDED=lower_bound is not None, **_options(_tile(state, sizes), sizes),
     )  # fmt: skip
 
 
@@ -377,5 +340,5 @@ def _checked(
         checked_offsets(sizes, slots, accepted, offsets, fresh)
 
 
-def _chosen(state: Tensor, sizes: validate.KdaSizes) -> tiles.Tile:
+def _tile(state: Tensor, sizes: validate.KdaSizes) -> tiles.Tile:
     return tiles.tile(arch.of_device(str(state.device)), state.dtype, sizes.sequences * sizes.heads, verify_tiles.VERIFY)

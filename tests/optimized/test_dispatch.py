@@ -169,7 +169,7 @@ MIXER = replace(DECODE, op="kda.mixer", hidden=4096, rows=4)
 @needs_triton
 @pytest.mark.parametrize("name", list(ARCHS))
 def test_every_architecture_mixes_with_fused_weights_and_says_its_plan(name: str) -> None:
-    few, many = (dispatch.choose(replace(MIXER, arch=name, batch=rows, rows=rows)) for rows in (4, 64))
+    few, many = (dispatch.choose(replace(MIXER, arch=name, batch=rows, rows=rows)) for rows in (4, 128))
     assert (few.impl, many.impl) == ("triton", "triton") and "weights fused" in few.reason
     assert str(few.tile).startswith("all=") and str(many.tile) == "qkv=library low=library gates=library out=library overlap"
 
@@ -183,7 +183,7 @@ def test_the_plan_of_a_mixer_follows_its_weights() -> None:
 def test_a_mixer_declares_the_kernels_of_its_phase() -> None:
     entry = registry.find("kda.mixer", "triton")
     assert entry.declared(MIXER) == ("linear_kernel", "kda_decode_kernel")
-    assert entry.declared(replace(MIXER, batch=64, rows=64)) == ("kda_decode_kernel",)
+    assert entry.declared(replace(MIXER, batch=128, rows=128)) == ("kda_decode_kernel",)
     assert "kda_prefill_scan_kernel" in entry.declared(replace(MIXER, contexts=4, rows=70))
     assert registry.find("kda.mixer", "fla").supports(replace(MIXER, contexts=1)) == (False, "its baseline decodes only: no contexts")
 

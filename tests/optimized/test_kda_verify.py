@@ -1,4 +1,4 @@
-"""The fused verify and commit kernels in the interpreter: judged by the gate, beside the decode kernel, and by public bugs."""
+"""The fused verify and commit kernels in the interpreter: judged by the gate, bitwise against the decode kernel, and by public bugs."""
 
 import importlib.util
 import inspect
@@ -124,20 +124,18 @@ def test_head_counts_are_within_the_gate(heads: int) -> None:
     assert away(kda_verify.verify, drafted((1,), (2,), 1, pool=2, heads=heads, key_dim=4, value_dim=2)) <= 1
 
 
-@pytest.mark.parametrize(
-    "tile", [Tile(128, 4, 1, 8), Tile(128, 8, 1, 16), Tile(128, 1, 1, 64), Tile(8, 1, 3, 16), Tile(16, 2, 4, 32)], ids=str
-)
-def test_every_tile_is_within_the_gate(tile: Tile) -> None:
+@pytest.mark.parametrize("tile", [Tile(128, 4, 1, 8), Tile(128, 8, 1, 16), Tile(128, 1, 1, 64)], ids=str)
+def test_every_chunk_is_within_the_gate(tile: Tile) -> None:
     assert away(launched(tile), drafted((3, 0), (2, 3), heads=1, key_dim=32, value_dim=24)) <= 1
 
 
 @pytest.mark.parametrize("drafts", [1, 3])
-def test_rounds_are_the_decode_kernel_on_the_accepted_tokens(drafts: int) -> None:
-    """To FP32 rounding: every output, drafts included, and after a commit the pools; the counts run through all acceptances."""
+def test_rounds_are_bitwise_the_decode_kernel_on_the_accepted_tokens(drafts: int) -> None:
+    """FP32 pools: every output, drafts included, and after a commit the pools; the counts run through all acceptances."""
     width, slots = 1 + drafts, (2, 0)
-    given, pools = (drafted(slots, (0, 0), drafts, heads=1, dtype=FP32) for _ in range(2))
+    given, pools = drafted(slots, (0, 0), drafts, heads=1), drafted(slots, (0, 0), drafts, heads=1)
     for step in range(width):
-        x = {name: cell(*range(2 * width), heads=1, seed=step, dtype=FP32)[name] for name in ACTIVATIONS}
+        x = {name: cell(*range(2 * width), heads=1, seed=step)[name] for name in ACTIVATIONS}
         out = kda_verify.verify(**{**given, **x})
         given["accepted"] = int32(step + 1, width - step)
         for n, slot in enumerate(slots):
@@ -145,13 +143,12 @@ def test_rounds_are_the_decode_kernel_on_the_accepted_tokens(drafts: int) -> Non
             for i in range(width):
                 token = {name: x[name][n * width + i : n * width + i + 1] for name in ACTIVATIONS}
                 rest = {name: pools[name] for name in (*RECURRENCE, "norm_weight", "norm_eps")}
-                torch.testing.assert_close(out[n * width + i], kda_decode.decode(**token, **rest, **ahead, slots=int32(slot))[0])
+                assert same_bits(kda_decode.decode(**token, **rest, **ahead, slots=int32(slot))[0], out[n * width + i])
                 if i + 1 == given["accepted"][n]:
                     for name, pool in ahead.items():
                         pools[name][slot] = pool[slot]
     commit(given)
-    torch.testing.assert_close(given["state"], pools["state"])
-    assert same_bits(given["window"], pools["window"])
+    assert all(same_bits(given[name], pools[name]) for name in ("state", "window"))
 
 
 @pytest.mark.parametrize("state_dtype", [FP32, BF16])
