@@ -66,6 +66,8 @@ def _columns(found: Sequence[tuple[Case, Rows]]) -> list[tuple[str, Cell]]:
         ("ours / floor", lambda case, rows: f"{rows[_OURS]['ratio']:.2f}"),
     ]
     columns += [(title, _times(name, _OURS)) for name, title in _RATIOS.items() if name in present]
+    if _BASELINE not in present and "fla" in present:
+        columns.append(("FLA / ours", _times("fla", _OURS)))
     return columns + ([("ours / our decode cell", _times(_OURS, "decode cell"))] if "decode cell" in present else [])
 
 
