@@ -40,7 +40,7 @@ def _store(y, acc, m, n, M, limit, y_stride):
 def linear_kernel(
     x, w, y, partials, arrivals, M, N, first, x_stride, w_stride, y_stride,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    PAIR: tl.constexpr, LINES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    PAIR: tl.constexpr, LINES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
@@ -67,7 +67,8 @@ def linear_kernel(
     in_m = (m < M)[None, :]
     in_n = (n < limit)[:, None]
     w_at = w + n.to(tl.int64)[:, None] * w_stride + kk[None, :]  # [BN, BK]
-    x_at = x + m.to(tl.int64)[None, :] * x_stride + (shift + kk)[:, None]  # [BK, BM]
+    row = m.to(tl.int64) * UNIT  # rows known to begin at multiples of 16 bytes are read 16 bytes at a time
+    x_at = x + row[None, :] * x_stride + (shift + kk)[:, None]  # [BK, BM]
     acc = tl.zeros([BN, BM], tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
         k = step * BK
@@ -152,11 +153,13 @@ def constants(tile: GemmTile, depth: int, itemsize: int) -> dict[str, Any]:
 
 def _launch(x: Tensor, w: Tensor, y: Tensor, tile: GemmTile, arrivals: Tensor, first: int | None, counters: int) -> Tensor:
     (tokens, rows), depth = y.shape, w.shape[1]
+    unit = 16 // x.element_size()
+    unit = 1 if x.stride(0) % unit else unit
     partials = torch.empty(counters * tile.splits * tile.rows * tile.tokens, dtype=torch.float32, device=x.device)
     grid = (_blocks(tile, rows, first) * tile.splits, triton.cdiv(tokens, tile.tokens))
     linear_kernel[grid](
-        x, w, y, partials, arrivals, tokens, rows, first or 0, x.stride(0), w.stride(0), y.stride(0), K=depth, PAIR=first is not None,
-        **constants(tile, depth, w.element_size()), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        x, w, y, partials, arrivals, tokens, rows, first or 0, x.stride(0) // unit, w.stride(0), y.stride(0), K=depth, PAIR=first is not None,
+        UNIT=unit, **constants(tile, depth, w.element_size()), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
         launch_pdl=tile.pdl,
     )  # fmt: skip
     return y

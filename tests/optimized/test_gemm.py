@@ -165,11 +165,11 @@ from optimized import gemm, gemm_tiles
 KINDS = dict(partials="*fp32", arrivals="*i32", x="*bf16", w="*bf16", y="*bf16")
 
 def build(tile, depth, pair):
-    constants = dict(K=depth, PAIR=pair, **gemm.constants(tile, depth, 2))
+    constants = dict(K=depth, PAIR=pair, UNIT=8, **gemm.constants(tile, depth, 2))
     kernel, signature, attributes = gemm.linear_kernel, {}, {}
     for i, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else KINDS.get(name, "i32")
-        if name not in constants and name != "M":
+        if name not in constants and name not in ("M", "x_stride"):  # rows that begin at multiples of 16 bytes, not of 32
             attributes[(i,)] = [["tt.divisibility", 16]]
     built = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32),
                            options=dict(num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True))
@@ -180,7 +180,8 @@ def build(tile, depth, pair):
     ptx = built.asm["ptx"]
     return {"stack": int(re.search(r"STACK:(\\d+)", usage)[1]), "shared": built.metadata.shared,
             "products": len(re.findall(r"mma\\.sync|wgmma\\.mma_async", ptx)), "waits": ptx.count("griddepcontrol.wait"),
-            "prefetches": ptx.count("prefetch.global.L2"), "copies": len(re.findall(r"cp\\.async\\.cg.*0x10", ptx))}
+            "prefetches": ptx.count("prefetch.global.L2"), "copies": len(re.findall(r"cp\\.async\\.cg.*0x10", ptx)),
+            "narrow": len(re.findall(r"ld\\.global.*b16", ptx))}
 
 tiles = set()
 for rule in gemm_tiles.PLANS:
@@ -201,3 +202,4 @@ def test_hopper_builds_use_tensor_cores_and_start_early_without_spills() -> None
     for name, built in found.items():
         assert built["stack"] == 0 and built["products"] > 0 and built["waits"] == 1 and built["prefetches"] > 0, (name, built)
         assert built["copies"] > 0 or name.endswith(" 128"), (name, built)
+        assert built["narrow"] == 0, (name, built)
