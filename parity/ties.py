@@ -19,7 +19,7 @@ from parity.tokens import Tokens
 from reference.points import KDA_CELL, At, flipped, grafted, rounding, tapped, tie_distance
 
 Shape = tuple[int, int, int]
-GROUP = 96  # heads at a time: what bounds the memory
+GROUP = 192  # heads at a time: what bounds the memory
 
 
 def allow(oracle: Oracle, call: Call, pools: Pools, output: Moments, state: Moments) -> None:
