@@ -159,7 +159,7 @@ def _launch(x: Tensor, w: Tensor, y: Tensor, tile: GemmTile, arrivals: Tensor, f
     grid = (_blocks(tile, rows, first) * tile.splits, triton.cdiv(tokens, tile.tokens))
     linear_kernel[grid](
         x, w, y, partials, arrivals, tokens, rows, first or 0, x.stride(0) // unit, w.stride(0), y.stride(0), K=depth,
-        PAIR=first is not None, UNIT=unit, **constants(tile, depth, w.element_size()), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-        launch_pdl=tile.pdl,
+        PAIR=first is not None, UNIT=unit, **constants(tile, depth, w.element_size()), num_warps=tile.warps, num_stages=tile.stages,
+        enable_fp_fusion=True, launch_pdl=tile.pdl,
     )  # fmt: skip
     return y
