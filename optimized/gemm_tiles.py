@@ -72,11 +72,19 @@ class PlanRule:
 
 
 HALF, FP32 = (torch.bfloat16, torch.float16), (torch.float32,)
-FEW = "one launch reads all weights of the input; K of o_proj split; each GEMM alone is faster than the library's"
-MORE = "as at few tokens; each GEMM alone is no slower than the library's; the layer with the library was not measured here"
-MANY = "enough tokens for the library's tiles; the small GEMMs hide beside the large one; not measured"
-ELSEWHERE = "as measured on the H200, without what this architecture lacks; not measured here"
+FEW = "one launch reads all weights of the input; K of o_proj split; the layer with other tiles was not measured"
+MORE = "as at few tokens, with a tile of 64 tokens; the layer with the library was not measured"
+MANY = "enough tokens for the library's tiles; the small GEMMs hide beside the large one; other plans were not measured"
+ELSEWHERE = "one launch reads all weights of the input; K of o_proj split; not measured"
 UP_TO_24_HEADS = 48_000_000  # of GLM-5.3-Flash
+FEW_TILES = GemmTile(128, 16, 128, 1, 4, 1, 1, True), GemmTile(64, 16, 256, 2, 4, 3, 4, True)  # gates, out
+MORE_TILES = GemmTile(64, 64, 64, 1, 4, 2, 1, True), GemmTile(64, 64, 128, 2, 4, 4, 4, True)
+
+
+def _tiled(wide: GemmTile, gates: GemmTile, out: GemmTile) -> MixerPlan:
+    """All that the input is multiplied by in one launch."""
+    return MixerPlan(True, wide, None, gates, out)
+
 
 PLANS = (
     PlanRule(
@@ -84,38 +92,10 @@ PLANS = (
         MixerPlan(True, GemmTile(512, 16, 512, 1, 4, 1), None, GemmTile(512, 16, 128, 1, 4, 1), GemmTile(1024, 16, 128, 2, 4, 1)),
         "fewest interpreted operations, with K split once",
     ),
-    PlanRule(
-        PDL, HALF, 16, UP_TO_24_HEADS,
-        MixerPlan(
-            True, GemmTile(64, 16, 128, 1, 4, 5, 4, True), None, GemmTile(128, 16, 128, 1, 4, 1, 1, True),
-            GemmTile(64, 16, 256, 2, 4, 3, 4, True),
-        ),
-        FEW,
-    ),
-    PlanRule(
-        PDL, HALF, 16, None,
-        MixerPlan(
-            True, GemmTile(64, 16, 128, 1, 4, 3, 4, True), None, GemmTile(128, 16, 128, 1, 4, 1, 1, True),
-            GemmTile(64, 16, 256, 2, 4, 3, 4, True),
-        ),
-        FEW,
-    ),
-    PlanRule(
-        PDL, HALF, 64, UP_TO_24_HEADS,
-        MixerPlan(
-            True, GemmTile(64, 64, 128, 1, 4, 4, 4, True), None, GemmTile(64, 64, 64, 1, 4, 2, 1, True),
-            GemmTile(64, 64, 128, 2, 4, 4, 4, True),
-        ),
-        MORE,
-    ),
-    PlanRule(
-        PDL, HALF, 64, None,
-        MixerPlan(
-            True, GemmTile(64, 64, 64, 1, 4, 4, 4, True), None, GemmTile(64, 64, 64, 1, 4, 2, 1, True),
-            GemmTile(64, 64, 128, 2, 4, 4, 4, True),
-        ),
-        MORE,
-    ),
+    PlanRule(PDL, HALF, 16, UP_TO_24_HEADS, _tiled(GemmTile(64, 16, 128, 1, 4, 5, 4, True), *FEW_TILES), FEW),
+    PlanRule(PDL, HALF, 16, None, _tiled(GemmTile(64, 16, 128, 1, 4, 3, 4, True), *FEW_TILES), FEW),
+    PlanRule(PDL, HALF, 64, UP_TO_24_HEADS, _tiled(GemmTile(64, 64, 128, 1, 4, 4, 4, True), *MORE_TILES), MORE),
+    PlanRule(PDL, HALF, 64, None, _tiled(GemmTile(64, 64, 64, 1, 4, 4, 4, True), *MORE_TILES), MORE),
     PlanRule(
         NO_PDL, HALF, 16, None,
         MixerPlan(True, GemmTile(64, 16, 128, 1, 4, 3), None, GemmTile(64, 16, 128, 1, 4, 1), GemmTile(32, 16, 128, 2, 4, 3)),
