@@ -72,6 +72,11 @@ def scalar_mask_kernel(slots, x, y, N: tl.constexpr):
 
 
 @triton.jit
+def scalar_load_kernel(count, x, y):
+    tl.store(y, tl.load(x, mask=tl.load(count) > 0, other=0.0))
+
+
+@triton.jit
 def order_kernel(ticket, order):
     linear = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
     tl.store(order + tl.atomic_add(ticket, 1), linear)
@@ -366,3 +371,11 @@ def test_the_language_that_kernels_use_works() -> None:
 
 if __name__ == "__main__":
     report_unrepaired()
+
+
+def test_a_masked_scalar_is_its_other_even_when_that_is_zero() -> None:
+    """The interpreter drops a scalar `other` that is false; what the mask excludes is NaN here."""
+    y = torch.ones(2)
+    for place, count in enumerate((0, 1)):
+        scalar_load_kernel[(1,)](torch.tensor([count]), torch.tensor([torch.nan]), y[place:])
+    assert y[0] == 0 and y[1].isnan()
