@@ -29,3 +29,22 @@ def test_the_paragraph_on_drift_says_what_its_record_says() -> None:
         f"ends {drift['bf16', 'random']:.1%} and {drift['bf16', 'slow']:.1%} away".replace("%", " %"),
     ):
         assert told in text, told
+
+
+def test_the_sentence_on_the_times_of_fla_says_what_its_records_say() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    now, before = (
+        {
+            row["impl"]: row["us"]
+            for row in record.load(ROOT / f"results/h200/{name}.json")["bench"]
+            if (row["heads"], row["batch"], row["state_dtype"]) == (64, 64, "fp32")
+        }
+        for name in ("kda_decode_bench", "kda_decode_bench_earlier")
+    )
+    for told in (
+        f"took {before['fla kernels']:.0f} us instead of {now['fla kernels']:.0f}",
+        f"and {before['fla']:.0f} from our pools instead of {now['fla']:.0f}",
+        f"({before['fla kernels'] / before['triton']:.2f} and {before['fla'] / before['triton']:.2f} times as fast)",
+    ):
+        assert told in text, told
+    assert {f"{run['triton']:.0f}" for run in (now, before)} == {"154"} and "Ours stayed at 154." in text
