@@ -103,21 +103,22 @@ def _padding(bench: Bench) -> bool:
     """Padded sequences (below or past the pool, first, last or all) return zeros, touch nothing and change nobody."""
     batch, count = bench.case.problem.batch, bench.base_pools.state.shape[0]
     last, first, everyone = slice(batch - 1, batch), slice(0, 1), slice(0, batch)
-    held = True
-    for rows, outside in ((last, -1), (last, count), (first, -(2**31)), (everyone, 2**31 - 1)):
-        slots = bench.base_pools.slots.clone()
-        slots[rows] = outside
-        out, pools = bench.run(slots=slots)
-        initial, padded = bench.pools(), pools.index[rows]
-        kept = same_bits(pools.state[padded], initial.state[padded]) and same_bits(pools.window[padded], initial.window[padded])
-        live = slice(rows.stop, batch) if rows.start == 0 else slice(0, rows.start)
-        held &= (
-            kept
-            and bool((out[bench.inputs.tokens.rows(rows)] == 0).all())
-            and bench.close_to_base(out, pools, live)
-            and all(untouched(pools).values())
-        )
-    return held
+    return all(_padded(bench, *case) for case in ((last, -1), (last, count), (first, -(2**31)), (everyone, 2**31 - 1)))
+
+
+def _padded(bench: Bench, rows: slice, outside: int) -> bool:
+    slots = bench.base_pools.slots.clone()
+    slots[rows] = outside
+    out, pools = bench.run(slots=slots)
+    if bool((out[bench.inputs.tokens.rows(rows)] != 0).any()) or not all(untouched(pools).values()):
+        return False
+    live = slice(rows.stop, bench.case.problem.batch) if rows.start == 0 else slice(0, rows.start)
+    initial = bench.pools()
+    named = pools.slots[rows].tolist()
+    kept = all(
+        same_bits(own[slot], was[slot]) for own, was in ((pools.state, initial.state), (pools.window, initial.window)) for slot in named
+    )
+    return kept and bench.close_to_base(out, pools, live)
 
 
 def _empty_batch(bench: Bench) -> bool:
@@ -150,22 +151,23 @@ def _fresh(bench: Bench) -> bool | None:
     if PHASES[bench.case.problem.op].flushes:
         return None
     place = torch.arange(bench.case.problem.batch, device=bench.base.device)
+    cases = ((place % 2 == 0, torch.nan), (place % 2 == 1, torch.nan), (place >= 0, torch.inf))
+    return all(_starts_over(bench, fresh, value) for fresh, value in cases if bool(fresh.any()))
 
-    def filled(value: float, rows: Tensor) -> Callable[[Pools], None]:
+
+def _starts_over(bench: Bench, fresh: Tensor, value: float) -> bool:
+    """With `value` in the slots of fresh sequences all is as with zeros there."""
+
+    def filled(value: float) -> Callable[[Pools], None]:
         def prepare(pools: Pools) -> None:
-            pools.state[pools.index[rows]] = value
-            pools.window[pools.index[rows]] = value
+            pools.state[pools.index[fresh]] = value
+            pools.window[pools.index[fresh]] = value
 
         return prepare
 
-    for fresh, value in ((place % 2 == 0, torch.nan), (place % 2 == 1, torch.nan), (place >= 0, torch.inf)):
-        if not bool(fresh.any()):
-            continue
-        zeroed, zeroed_pools = bench.run(filled(0.0, fresh), bench.inputs.activations | anew(bench.inputs.others, fresh))
-        out, pools = bench.run(filled(value, fresh), fresh=fresh)
-        if not same_bits(out, zeroed) or not same_bits(pools.state, zeroed_pools.state) or not same_bits(pools.window, zeroed_pools.window):
-            return False
-    return True
+    zeroed, zeroed_pools = bench.run(filled(0.0), bench.inputs.activations | anew(bench.inputs.others, fresh))
+    out, pools = bench.run(filled(value), fresh=fresh)
+    return same_bits(out, zeroed) and same_bits(pools.state, zeroed_pools.state) and same_bits(pools.window, zeroed_pools.window)
 
 
 def _poisoned_allocations(bench: Bench) -> bool:

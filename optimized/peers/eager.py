@@ -1,6 +1,7 @@
 """The eager baseline: the KDA cell as a chain of torch operators over gathered rows.
 
-Rounds where an eager model does: the convolution's output and the core are stored in the activation dtype.
+Rounds where an eager model does: the convolution's output and the core are stored in the activation dtype. The state, of which
+such a chain makes several FP32 copies, goes in slices of sequences.
 """
 
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from reference import validate
+
+SLICE_ELEMENTS = 1 << 26  # of the state at a time
 
 
 def decode(
@@ -48,25 +51,36 @@ def decode(
 
     taps = torch.cat([carried, torch.cat([q, k, v], dim=-1)[:, None]], dim=1)
     conv = F.silu((taps.float() * conv_weight.float().T).sum(1)).to(q.dtype).float()
-    q_n, k_n = (_l2norm(x.reshape(n * heads, sizes.key_dim)) for x in (conv[:, :width], conv[:, width : 2 * width]))
-    values = conv[:, 2 * width :].reshape(n * heads, sizes.value_dim)
+    q_n, k_n = (_l2norm(x.unflatten(1, (heads, sizes.key_dim))) for x in (conv[:, :width], conv[:, width : 2 * width]))
+    values = conv[:, 2 * width :].unflatten(1, (heads, sizes.value_dim))
 
     rate = a_log.float().clamp(max=88.0).exp().repeat_interleave(sizes.key_dim)
     x = f.float() + dt_bias.float()
     g = -rate * F.softplus(x) if lower_bound is None else lower_bound * torch.sigmoid(rate * x)
-    decay = g.exp().reshape(n * heads, 1, sizes.key_dim)
+    decay = g.exp().unflatten(1, (heads, sizes.key_dim))
 
-    rows = torch.where(reads[:, None, None, None], state[index].float(), 0.0) if sizes.slots else state.new_zeros(n, *state.shape[1:])
-    rows = rows.reshape(n * heads, sizes.value_dim, sizes.key_dim) * decay
-    error = values - torch.bmm(rows, k_n[..., None]).squeeze(-1)
-    rows.baddbmm_((error * beta.float().sigmoid().reshape(-1, 1))[..., None], k_n[:, None, :])
-    core = torch.bmm(rows, (q_n * sizes.key_dim**-0.5)[..., None]).squeeze(-1).to(q.dtype).float()
+    size = max(1, SLICE_ELEMENTS // max(1, heads * sizes.value_dim * sizes.key_dim))
+    parts = zip(*(x.split(size) for x in (index, live, reads, q_n, k_n, values, decay, beta.float().sigmoid())), strict=True)
+    core = torch.cat([_recurrence(state, *part) for part in parts]).to(q.dtype).float()
 
-    normed = F.rms_norm(core, (sizes.value_dim,), norm_weight.float(), norm_eps).reshape(n, -1)
+    normed = F.rms_norm(core, (sizes.value_dim,), norm_weight.float(), norm_eps).flatten(1)
     out = (normed * gate.float().sigmoid()).to(q.dtype)
-    state[index[live]] = rows.reshape(n, *state.shape[1:])[live].to(state.dtype)
     window[index[live]] = taps[:, 1:][live]
     return torch.where(live[:, None], out, 0)
+
+
+def _recurrence(
+    state: Tensor, index: Tensor, live: Tensor, reads: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+) -> Tensor:
+    """The core [n, H, V] of some sequences, whose states advance in place."""
+    n, heads, key_dim = k.shape
+    rows = torch.where(reads[:, None, None, None], state[index].float(), 0.0) if len(state) else state.new_zeros(n, *state.shape[1:])
+    rows = (rows * decay[:, :, None]).flatten(0, 1)
+    k, columns = k.flatten(0, 1), (q * key_dim**-0.5).flatten(0, 1)[..., None]
+    error = v.flatten(0, 1) - torch.bmm(rows, k[..., None]).squeeze(-1)
+    rows.baddbmm_((error * beta.reshape(-1, 1))[..., None], k[:, None, :])
+    state[index[live]] = rows.unflatten(0, (n, heads))[live].to(state.dtype)
+    return torch.bmm(rows, columns).squeeze(-1).unflatten(0, (n, heads))
 
 
 def _l2norm(x: Tensor) -> Tensor:
