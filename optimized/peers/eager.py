@@ -10,7 +10,7 @@ from torch import Tensor
 
 from reference import validate
 
-SLICE_ELEMENTS = 1 << 26  # of the state at a time
+SLICE_ELEMENTS = 1 << 24  # of the state at a time
 
 
 def decode(

@@ -35,10 +35,12 @@ def test_a_passing_row_proves_its_kernel_its_graph_and_its_memory() -> None:
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
-def test_the_gate_needs_less_than_six_pools(state: str) -> None:
-    row = parity.check(f"kda.decode:heads=64,batch=256,steps=2,state-dtype={state}", "triton")
+@pytest.mark.parametrize("impl", ["triton", "fla", "torch"])
+def test_the_gate_needs_less_than_six_pools(impl: str, state: str) -> None:
+    row = parity.check(f"kda.decode:heads=64,batch=256,steps=2,state-dtype={state}", impl)
     assert row["verdict"] == "PASS", row["reason"]
-    assert row["memory"]["peak_bytes"] < 6 * row["memory"]["pools_bytes"]
+    pools = row["memory"]["peak_bytes"] / row["memory"]["pools_bytes"]
+    assert pools < 6
 
 
 def test_slots_past_32_bits_are_addressed() -> None:
