@@ -2,10 +2,10 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import torch
 import typer
@@ -13,7 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 INTERRUPTED = 130
-EXIT_CODES = """Exit codes: 0 all PASS or SKIPPED with at least one PASS; 1 any FAIL; 2 usage; 3 INCONCLUSIVE or VACUOUS, or nothing ran."""
+T = TypeVar("T")
+EXIT_CODES = (
+    "Exit codes: 0 all PASS or SKIPPED with at least one PASS; 1 any FAIL; 2 usage; 3 INCONCLUSIVE or VACUOUS, a row is missing, "
+    "or nothing ran."
+)
 
 app = typer.Typer(
     help=f"Parity of optimized kernels with FP32 references, step by step. {EXIT_CODES}",
@@ -31,6 +35,7 @@ class Format(StrEnum):
     json = "json"
     junit = "junit"
     markdown = "markdown"
+    html = "html"
 
 
 Operators = Annotated[
@@ -39,6 +44,8 @@ Operators = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu (Triton's interpreter), cuda or cuda:N. Default: cuda when there is one.")]
 Out = Annotated[Path | None, typer.Option(help="Write the record here, as JSON, after every row.")]
 As = Annotated[Format, typer.Option("--format", help="What to print.")]
+ReportAs = Annotated[Format | None, typer.Option("--format", help="What to print. Default: what --out ends in, else text.")]
+ReportOut = Annotated[Path | None, typer.Option(help="Write here instead of printing.")]
 
 
 def _many(what: str) -> Any:
@@ -96,7 +103,7 @@ def sweep(
             finished=lambda row: _advance(progress, bar, row),
         )  # fmt: skip
     _print(made, format, render)
-    raise typer.Exit(record.exit_code(made["rows"]))
+    raise typer.Exit(record.exit_code(made))
 
 
 @app.command()
@@ -184,25 +191,20 @@ def doctor(device: Device = None) -> None:
 
 @app.command(epilog=EXIT_CODES)
 def report(
-    file: Annotated[Path, typer.Argument(metavar="RECORD", help="A record that sweep wrote.")],
-    format: As = Format.text,
-    out: Annotated[Path | None, typer.Option(help="Write here instead of printing.")] = None,
+    files: Annotated[list[Path], typer.Argument(metavar="RECORD...", help="Records that sweep and bench wrote; several are merged.")],
+    format: ReportAs = None,
+    out: ReportOut = None,
 ) -> None:
-    """Render a record: text, JSON, JUnit or Markdown."""
-    from parity import record, render
+    """Render a record: text, JSON, JUnit, Markdown or HTML. Of several, the newest row of each case, every part's device kept."""
+    from parity import merge, record, render
 
-    made = record.load(file)
     if out is not None:
         record.check_writable(out)
-    try:
-        text = _rendered(made, format, render, out is not None)
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"record: {file} is damaged ({type(error).__name__}: {error}); make it anew with sweep --out") from error
-    if out is None:
-        typer.echo(text, nl=not text.endswith("\n"))
-    else:
-        record.write(out, text)
-    raise typer.Exit(record.exit_code(made["rows"]))
+    found = [record.load(file) for file in files]
+    made = found[0] if len(found) == 1 else merge.merge(found, _command_line())
+    names = " ".join(map(str, files))
+    _deliver(_intact(f"record: {names}", lambda: _rendered(made, _format(format, out), render, out is not None)), out)
+    raise typer.Exit(record.exit_code(made))
 
 
 def _options(config: Path | None, given: dict[str, Any]) -> Any:
@@ -260,9 +262,31 @@ def _rendered(made: dict[str, Any], format: Format, render: Any, to_file: bool =
     return str(render.render(made, format))
 
 
+def _format(asked: Format | None, out: Path | None) -> Format:
+    from parity import render
+
+    return asked or Format(render.SUFFIXES.get(out.suffix if out else "", "text"))
+
+
+def _intact(what: str, work: Callable[[], T]) -> T:
+    """What `work` makes of a record; ValueError where the record's values are not what its keys promise."""
+    try:
+        return work()
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is damaged ({type(error).__name__}: {error}); make it anew with sweep --out") from error
+
+
+def _deliver(text: str, out: Path | None) -> None:
+    from parity import record
+
+    if out is None:
+        typer.echo(text, nl=not text.endswith("\n"))
+    else:
+        record.write(out, text)
+
+
 def _print(made: dict[str, Any], format: Format, render: Any) -> None:
-    text = _rendered(made, format, render)
-    typer.echo(text, nl=not text.endswith("\n"))
+    _deliver(_rendered(made, format, render), None)
 
 
 def _refuse(message: str) -> NoReturn:

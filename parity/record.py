@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import tempfile
+from datetime import UTC, datetime
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ ROW_KEYS = frozenset(
     "case op impl reference model arch heads batch tokens dtype state_dtype regime steps seed impl_hash contract verdict reason "
     "path output state drift first_divergence invariants".split()
 )
+PLANNED_KEYS = ("case", "impl", "reference")
 Row = dict[str, Any]
 Record = dict[str, Any]
 
@@ -28,7 +30,7 @@ class Verdict(StrEnum):
 
     PASS = "PASS"
     FAIL = "FAIL"
-    INCONCLUSIVE = "INCONCLUSIVE"  # no proof of what ran, or the reference itself is over 10 % wrong
+    INCONCLUSIVE = "INCONCLUSIVE"  # no proof of what ran, the reference itself is over 10 % wrong, or a planned row is missing
     SKIPPED = "SKIPPED"  # with its reason
     VACUOUS = "VACUOUS"  # nothing was compared
 
@@ -39,10 +41,11 @@ def new(device: str, command: list[str]) -> Record:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Where the rows were made."""
+    """Where the rows were made, and when that began (UTC)."""
     cuda = device.startswith("cuda")
     commit, dirty = _commit()
     return {
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
         "arch": arch.of_device(device),
         "torch": torch.__version__,
@@ -61,8 +64,8 @@ def summary(rows: list[Row]) -> dict[str, int]:
     return {verdict.value: sum(row["verdict"] == verdict for row in rows) for verdict in Verdict}
 
 
-def overall(rows: list[Row]) -> Verdict:
-    """The verdict of a record: any FAIL, else any INCONCLUSIVE or VACUOUS, else PASS when a row passed, else VACUOUS."""
+def worst(rows: list[Row]) -> Verdict:
+    """The verdict of rows: any FAIL, else any INCONCLUSIVE or VACUOUS, else PASS when a row passed, else VACUOUS."""
     verdicts = {row["verdict"] for row in rows}
     for verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.VACUOUS, Verdict.PASS):
         if verdict in verdicts:
@@ -70,9 +73,32 @@ def overall(rows: list[Row]) -> Verdict:
     return Verdict.VACUOUS
 
 
-def exit_code(rows: list[Row]) -> int:
-    """0 all PASS or SKIPPED with at least one PASS; 1 any FAIL; 3 INCONCLUSIVE or VACUOUS, or nothing ran."""
-    return {Verdict.PASS: 0, Verdict.FAIL: 1}.get(overall(rows), 3)
+def overall(record: Record) -> Verdict:
+    """The verdict of a record: that of its rows, and INCONCLUSIVE without a FAIL where a planned row is missing."""
+    found = worst(record["rows"])
+    return Verdict.INCONCLUSIVE if found != Verdict.FAIL and missing(record) else found
+
+
+def exit_code(record: Record) -> int:
+    """0 all PASS or SKIPPED with at least one PASS; 1 any FAIL; 3 INCONCLUSIVE or VACUOUS, a row is missing, or nothing ran."""
+    return {Verdict.PASS: 0, Verdict.FAIL: 1}.get(overall(record), 3)
+
+
+def missing(record: Record) -> list[Row]:
+    """The planned rows, `{"case", "impl", "reference"}` each, that the record lacks: its sweep was stopped before them."""
+    there = {identity(record, row) for row in record["rows"]}
+    return [plan for plan in record.get("planned") or [] if identity(record, plan) not in there]
+
+
+def identity(record: Record, row: Row) -> tuple[str, ...]:
+    """What a row, or a planned one, is the measurement of: case, implementation, reference, device."""
+    return (*(str(row[key]) for key in PLANNED_KEYS), str(environment_of(record, row).get("device")))
+
+
+def environment_of(record: Record, row: Row) -> dict[str, Any]:
+    """Where a row was made: in a record merged of several parts, the environment of its own."""
+    found: dict[str, Any] = record["parts"][row["part"]]["environment"] if "part" in row else record["environment"]
+    return found
 
 
 def check_writable(path: Path) -> None:
@@ -125,7 +151,24 @@ def load(path: Path) -> Record:
     complete = all(isinstance(row, dict) and row.keys() >= ROW_KEYS and row["verdict"] in verdicts for row in record["rows"])
     if not complete or not isinstance(record.get("environment"), dict):
         raise ValueError(f"record: {path} lacks its environment or keys of its rows; sweep writes one with --out FILE.json")
-    return _numbers(record)
+    if fault := _wrong_parts(record):
+        raise ValueError(f"record: {path} is damaged: {fault}; make it anew with report A B --out FILE.json")
+    numbers: Record = _numbers(record)
+    return numbers
+
+
+def _wrong_parts(record: Record) -> str:
+    """What is wrong with the optional lists of a record: planned rows, parts it was merged of, and bench rows."""
+    planned, parts, timed = (record.get(name, []) for name in ("planned", "parts", "bench"))
+    for name, entries in (("planned", planned), ("parts", parts), ("bench", timed)):
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            return f"{name} is no list of objects"
+    if any(not isinstance(plan.get(key), str) for plan in planned for key in PLANNED_KEYS):
+        return f"a planned row lacks one of {', '.join(PLANNED_KEYS)}"
+    if not all(isinstance(part.get("environment"), dict) and isinstance(part.get("command"), list) for part in parts):
+        return "a part lacks its environment or its command"
+    named = [row["part"] for row in [*record["rows"], *planned, *timed] if "part" in row]
+    return "" if all(type(part) is int and 0 <= part < len(parts) for part in named) else "a row names a part that isn't there"
 
 
 _NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}

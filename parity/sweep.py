@@ -162,20 +162,28 @@ def run(
     started: Callable[[Task], None] = lambda task: None,
     finished: Callable[[Row], None] = lambda row: None,
 ) -> Record:
-    """Make the rows of `work` in `made`, saved after each. Rows of `resume` with the same inputs, contract and sources are kept."""
+    """Make the rows of `work` in `made`, in its order, saved after each. Rows of `resume` with the same inputs, contract and
+    sources are kept, and are in the record from the start; so is what is planned."""
+    blanks = [gate.blank(task.problem, task.impl, task.reference) for task in work]
+    made["planned"] = [{key: row[key] for key in record.PLANNED_KEYS} for row in blanks]
     old = _finished(resume, made["environment"])
-    for task in work:
+    rows = [old.get(_identity(row)) for row in blanks]
+    _save(made, rows, out)
+    for place, task in enumerate(work):
         started(task)
-        row = old.get(_identity(gate.blank(task.problem, task.impl, task.reference)))
-        row = row or gate.judge(task.problem, task.impl, task.reference)
-        made["rows"].append(row)
-        made["summary"] = record.summary(made["rows"])
-        if out is not None:
-            record.save(made, out)
+        rows[place] = row = rows[place] or gate.judge(task.problem, task.impl, task.reference)
+        _save(made, rows, out)
         finished(row)
         if fail_fast and row["verdict"] == Verdict.FAIL:
             break
     return made
+
+
+def _save(made: Record, rows: Sequence[Row | None], out: Path | None) -> None:
+    made["rows"] = [row for row in rows if row is not None]
+    made["summary"] = record.summary(made["rows"])
+    if out is not None:
+        record.save(made, out)
 
 
 def kept(work: Sequence[Task], resume: Record, environment: dict[str, Any]) -> int:
@@ -186,9 +194,13 @@ def kept(work: Sequence[Task], resume: Record, environment: dict[str, Any]) -> i
 
 def _finished(resume: Record | None, environment: dict[str, Any]) -> dict[tuple[str, ...], Row]:
     """The rows of a record made on this device with these versions, by identity."""
-    if resume is None or any(resume["environment"].get(key) != environment[key] for key in ("device", "arch", "torch", "triton")):
-        return {}
-    return {_identity(row): row for row in resume["rows"] if row["verdict"] != Verdict.SKIPPED}
+    found: dict[tuple[str, ...], Row] = {}
+    for row in resume["rows"] if resume else []:
+        before = record.environment_of(resume or {}, row)
+        same = all(before.get(key) == environment[key] for key in ("device", "arch", "torch", "triton"))
+        if same and row["verdict"] != Verdict.SKIPPED:
+            found[_identity(row)] = {key: value for key, value in row.items() if key != "part"}
+    return found
 
 
 def _identity(row: Row) -> tuple[str, ...]:

@@ -217,7 +217,7 @@ def test_an_interrupted_sweep_keeps_its_rows_and_exits_130(tmp_path: Path) -> No
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a parent in the background may have it ignored
     )  # fmt: skip
     deadline = time.monotonic() + 60
-    while not path.exists() and child.poll() is None and time.monotonic() < deadline:
+    while not (path.exists() and record.load(path)["rows"]) and child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
@@ -225,4 +225,10 @@ def test_an_interrupted_sweep_keeps_its_rows_and_exits_130(tmp_path: Path) -> No
     assert "interrupted: with --out, the rows finished before are in the record" in err
     rows = record.load(path)["rows"]
     assert 0 < len(rows) < 96 and all(row["verdict"] == "PASS" for row in rows)
+    told = subprocess.run([sys.executable, "workbench.py", "report", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    lost = 96 - len(rows)
+    assert told.returncode == 3 and told.stdout.startswith("INCONCLUSIVE  kda.decode: ")
+    assert (
+        f"{lost} of 96 planned rows missing" in told.stdout and f"MISSING torch kda.decode:model=tiny,heads={len(rows) + 1}," in told.stdout
+    )
     assert list(tmp_path.iterdir()) == [path]

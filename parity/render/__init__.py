@@ -1,22 +1,35 @@
-"""Renderings of a record: every table, file and README number comes from here."""
+"""Renderings: every table, file and README number comes from here."""
 
 from collections.abc import Callable
+from typing import Any
 
 from parity import record
 from parity.record import Record
-from parity.render import junit, markdown, text
+from parity.render import html, junit, markdown, page, text
 
 _RENDERERS: dict[str, Callable[[Record], str]] = {
     "text": text.render,
     "json": record.dumps,
     "junit": junit.render,
     "markdown": markdown.render,
+    "html": html.render,
 }
+_LAYOUTS: dict[str, Callable[[page.Page], str]] = {"text": text.lay, "markdown": markdown.lay, "html": html.lay}
 FORMATS = tuple(_RENDERERS)
+SUFFIXES = {".json": "json", ".xml": "junit", ".md": "markdown", ".html": "html"}
 
 
 def render(record: Record, format: str) -> str:
     """The record in a format of FORMATS; ValueError for any other."""
-    if format not in _RENDERERS:
-        raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}; choose one of these")
-    return _RENDERERS[format](record)
+    return _of(_RENDERERS, format)(record)
+
+
+def lay(blocks: page.Page, format: str) -> str:
+    """A page that is no record's, in a format that lays out pages; ValueError for any other."""
+    return _of(_LAYOUTS, format)(blocks)
+
+
+def _of(known: dict[str, Callable[[Any], str]], format: str) -> Callable[[Any], str]:
+    if format not in known:
+        raise ValueError(f"format: expected one of {', '.join(known)}, got {format!r}; choose one of these")
+    return known[format]

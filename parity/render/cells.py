@@ -1,14 +1,16 @@
-"""What a table's cell, caption or line says, for every format: text and markdown only lay it out."""
+"""What a table's cell, caption or line says, for every format: the renderers only lay it out."""
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from parity.record import Row
 
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\x7f-\x9f]")
+_LEVELS = "▁▂▃▄▅▆▇█"
+_SPARKS = 8  # characters of a sparkline
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def parity(rows: list[Row]) -> Table:
     others = [column for column in _IDENTITY if column.title != "seed"]
     distinct = len({tuple(column.cell(row) for column in others) for row in rows}) == len(rows)
     identity = others if distinct and len({row.get("seed") for row in rows}) > 1 else _IDENTITY
-    return _table([*identity, *_MEASURED], rows)
+    return table([*identity, *_MEASURED], rows)
 
 
 def bench(rows: list[Row]) -> Table:
@@ -92,12 +94,12 @@ def bench(rows: list[Row]) -> Table:
         timed = [row for row in group if row["us"] is not None and math.isfinite(row["us"])]
         fastest = min(timed, key=lambda row: row["us"]) if len(timed) > 1 else None
         marked += [{**row, "fastest": row is fastest} for row in group]
-    table = _table(_BENCH, marked)
+    timings = table(_BENCH, marked)
     note = "* fastest of its case" if any(row["fastest"] for row in marked) else ""
-    return Table("; ".join(filter(None, (table.caption, note))), table.columns, table.lines)
+    return Table("; ".join(filter(None, (timings.caption, note))), timings.columns, timings.lines)
 
 
-def _table(columns: list[Column], rows: list[Row]) -> Table:
+def table(columns: list[Column], rows: list[Row]) -> Table:
     kept, caption = [], []
     for column in columns:
         values = {column.cell(row) for row in rows}
@@ -137,6 +139,24 @@ def _last_drift(row: Row) -> str:
     return share(drift[-1].get("state_rel_l2")) if drift else ""
 
 
+def sparkline(values: Sequence[Any]) -> str:
+    """A curve in one word, from zero to its own largest value; `!` where a value is not finite; nothing for less than two values."""
+    if len(values) < 2:
+        return ""
+    width = min(len(values), _SPARKS)
+    shown = [values[round(place * (len(values) - 1) / (width - 1))] for place in range(width)]
+    finite = [value for value in shown if isinstance(value, int | float) and math.isfinite(value)]
+    top = max((abs(value) for value in finite), default=0) or 1
+    return "".join(_LEVELS[round(abs(value) / top * (len(_LEVELS) - 1))] if value in finite else "!" for value in shown)
+
+
+def drift_of(row: Row) -> tuple[str, list[Any]]:
+    """What drifts in a row, and its values by step: the state; the output where there is no state."""
+    drift = row.get("drift") or []
+    key = "state_rel_l2" if any(entry.get("state_rel_l2") is not None for entry in drift) else "rel_l2"
+    return key, [entry.get(key) for entry in drift]
+
+
 def _absolute(row: Row) -> str:
     """The worst drift in shares of its absolute limit, where there is one."""
     return share(max((entry["over"] for entry in (row.get("absolute") or {}).values()), default=None))
@@ -165,9 +185,10 @@ _SHAPE = [_field("heads"), _field("batch")]
 _DTYPES = [_field("dtype", right=False), _field("state_dtype", "state", right=False)]
 _TOKENS = Column("tokens", lambda row: "" if row.get("tokens") == row.get("batch") else number(row.get("tokens")), fixed=True)
 _IMPL = Column("impl", lambda row: one_line(row["impl"]), right=False)
+_DEVICE = _field("device", right=False)
 _LEADING = [_field("op", right=False), _IMPL, _field("model", right=False)]
 _IDENTITY = [
-    *_LEADING, _field("reference", right=False), _field("arch", right=False), *_SHAPE, _TOKENS, *_DTYPES,
+    *_LEADING, _field("reference", right=False), _DEVICE, _field("arch", right=False), *_SHAPE, _TOKENS, *_DTYPES,
     _field("regime", right=False), _field("steps"), _field("seed"),
 ]  # fmt: skip
 _MEASURED = [
@@ -176,14 +197,15 @@ _MEASURED = [
     Column("output\n1-cos", _one_minus_cosine),
     Column("state\nnoise/\nlimit", _noise("state")),
     Column("state\ndrift", _last_drift),
+    Column("drift\nby step", lambda row: sparkline(drift_of(row)[1]), right=False),
     Column("growth", lambda row: number(row.get("growth_slope"))),
     Column("of drift\nlimits", _absolute),
     Column("invariants", _invariants, fixed=True, right=False),
     Column("verdict", lambda row: str(row["verdict"]), right=False),
 ]
-_BENCH_CASE = ("op", "model", "heads", "batch", "tokens", "dtype", "state_dtype")
+_BENCH_CASE = ("device", "op", "model", "heads", "batch", "tokens", "dtype", "state_dtype")
 _BENCH = [
-    *_LEADING, *_SHAPE, _TOKENS, *_DTYPES,
+    *_LEADING, _DEVICE, *_SHAPE, _TOKENS, *_DTYPES,
     Column("us (min..max)", _us),
     _field("ceiling", right=False),
     Column("ceiling us", lambda row: number(row.get("ceiling_us"))),

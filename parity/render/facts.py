@@ -15,36 +15,76 @@ from parity.source import REPORTED
 _SEVERITY = (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.VACUOUS, Verdict.PASS, Verdict.SKIPPED)
 _NAMED_OPERATORS = 3
 _NAMED_KERNELS = 4
+_NAMED_ROWS = 20
+_TELLING = ("device", "driver", "torch", "triton", "fla-core")
 
 
 def compared(record: Record) -> list[Row]:
     """The rows of the parity table: all but the skipped."""
-    return [row for row in record["rows"] if row["verdict"] != Verdict.SKIPPED]
+    return located(record, [row for row in record["rows"] if row["verdict"] != Verdict.SKIPPED])
+
+
+def located(record: Record, rows: list[Row]) -> list[Row]:
+    """The rows, with their device where those of a merged record differ in it."""
+    devices = {part["environment"].get("device") for part in record.get("parts") or []}
+    return [row | {"device": records.environment_of(record, row).get("device")} for row in rows] if len(devices) > 1 else rows
 
 
 def headline(record: Record) -> tuple[str, str]:
     """The verdict and its sentence."""
-    rows, timed = record["rows"], record.get("bench") or []
-    if not rows and not timed:
+    rows, timed, planned = record["rows"], record.get("bench") or [], record.get("planned") or []
+    if not rows and not timed and not planned:
         return Verdict.VACUOUS, "nothing ran: the record has no rows"
-    if not rows:
-        return "TIMED", f"{_operators(timed)}: {_count(timed)} on {_place(record)}: speed only, nothing was compared"
+    if not rows and not planned:
+        return "TIMED", f"{_operators(timed)}: {count(timed)} on {_place(record)}: speed only, nothing was compared"
     summary = records.summary(rows)
-    counts = ", ".join(f"{summary[verdict]} {verdict}" for verdict in _SEVERITY if summary[verdict])
+    told = [f"{summary[verdict]} {verdict}" for verdict in _SEVERITY if summary[verdict]]
+    if lost := records.missing(record):
+        told.append(f"{len(lost)} of {len(planned)} planned rows missing")
+    operators = _operators(rows or [{"op": plan["case"].partition(":")[0]} for plan in planned])
     if not compared(record):
-        return records.overall(rows), f"{_operators(rows)}: nothing ran, {counts}"
+        return records.overall(record), f"{operators}: nothing ran, {', '.join(told)}"
     kernels = [kernel["name"] for row in compared(record) for kernel in dig(row, "path.kernels") or []]
     ran = dig(record, "environment.interpreter") and any(not name.startswith("aten::") for name in kernels)
     interpreted = " (Triton's interpreter ran the kernels: verdicts, no timing)" if ran else ""
-    return records.overall(rows), f"{_operators(rows)}: {counts} on {_place(record)}{interpreted}"
+    return records.overall(record), f"{operators}: {', '.join(told)} on {_place(record)}{interpreted}"
+
+
+def missing(record: Record) -> list[str]:
+    """The planned rows that the record lacks, and how to make them."""
+    lost = records.missing(record)
+    lines = [f"{one_line(plan['impl'])} {one_line(plan['case'])}{_against(plan)}" for plan in lost[:_NAMED_ROWS]]
+    if len(lost) > _NAMED_ROWS:
+        lines.append(f"and {len(lost) - _NAMED_ROWS} more")
+    if lost:
+        lines.append("the sweep was stopped before them; the same command with --resume RECORD keeps the rows here and makes these")
+    return lines
+
+
+def mixed(record: Record) -> list[str]:
+    """What differs between the parts of a merged record, each value with the number of its rows."""
+    rows = [*record["rows"], *(record.get("bench") or [])]
+    lines = []
+    for key in _TELLING:
+        found: dict[str, list[Row]] = {}
+        for row in rows:
+            value = records.environment_of(record, row).get(key)
+            found.setdefault("unknown" if value is None else one_line(value), []).append(row)
+        if len(found) > 1:
+            lines.append(f"{key}: " + ", ".join(f"{value} ({count(group)})" for value, group in found.items()))
+    return lines
 
 
 def environment(record: Record) -> str:
-    """The device and versions that the rows were made with."""
-    known = {key: one_line(value) for key, value in record["environment"].items() if value is not None}
-    versions = [f"{key} {known[key]}" for key in ("torch", "triton", "python", "driver", "commit") if key in known]
-    dirty = " with uncommitted changes" if record["environment"].get("dirty") else ""
-    return ", ".join([_place(record), *versions]) + dirty
+    """The devices and versions that the rows were made with."""
+    parts = [part["environment"] for part in record.get("parts") or [record]]
+    versions = []
+    for key in ("torch", "triton", "python", "driver", "commit"):
+        values = dict.fromkeys(one_line(part[key]) for part in parts if part.get(key) is not None)
+        versions += [f"{key} {' and '.join(values)}"] if values else []
+    unclean = sum(bool(part.get("dirty")) for part in parts)
+    dirty = " with uncommitted changes" + (f" in {unclean} of {len(parts)} parts" if unclean < len(parts) else "")
+    return ", ".join([_place(record), *versions]) + (dirty if unclean else "")
 
 
 def paths(rows: list[Row]) -> list[str]:
@@ -66,11 +106,12 @@ def from_zero(rows: list[Row]) -> list[str]:
 def stale(record: Record) -> list[str]:
     """Implementations whose sources are no longer those that the record was made with, one line each."""
     changed: dict[tuple[str, str], int] = {}
-    versions = tuple((name, record["environment"].get(name)) for name in ("torch", "triton", "fla-core") if name in record["environment"])
     for row in [*record["rows"], *(record.get("bench") or [])]:
+        made = records.environment_of(record, row)
+        versions = tuple((name, made.get(name)) for name in ("torch", "triton", "fla-core") if name in made)
         if row.get("impl_hash") and row["impl_hash"] != _hash_now(row["op"], row["impl"], versions):
             changed[row["op"], row["impl"]] = changed.get((row["op"], row["impl"]), 0) + 1
-    return [f"{op} {one_line(impl)}: its sources have changed since ({count} rows)" for (op, impl), count in changed.items()]
+    return [f"{op} {one_line(impl)}: its sources have changed since ({rows} rows)" for (op, impl), rows in changed.items()]
 
 
 @lru_cache
@@ -102,7 +143,7 @@ def _grouped(rows: list[Row], sentence: Callable[[Row], str]) -> list[str]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(sentence(row), []).append(row)
-    return [f"{text} ({_count(group)})" for text, group in groups.items()]
+    return [f"{text} ({count(group)})" for text, group in groups.items()]
 
 
 def _path(row: Row) -> str:
@@ -119,15 +160,19 @@ def _path(row: Row) -> str:
 
 
 def first_bad(record: Record) -> Row | None:
-    """The first row of the record's own verdict when that isn't PASS."""
-    overall = records.overall(record["rows"])
-    return next((row for row in record["rows"] if row["verdict"] == overall != Verdict.PASS), None)
+    """The first row of the worst verdict when that isn't PASS."""
+    worst = records.worst(record["rows"])
+    return next((row for row in record["rows"] if row["verdict"] == worst != Verdict.PASS), None)
 
 
 def command(row: Row) -> str:
     """The command line that reproduces a row."""
     against = [] if row["reference"] == gate.REFERENCE else ["--reference", one_line(row["reference"])]
     return shlex.join(["workbench", "sweep", one_line(row["case"]), "--impl", one_line(row["impl"]), *against])
+
+
+def _against(row: Row) -> str:
+    return "" if row["reference"] == gate.REFERENCE else f" against {one_line(row['reference'])}"
 
 
 def divergence(row: Row) -> list[tuple[str, str]]:
@@ -198,10 +243,15 @@ def _operators(rows: list[Row]) -> str:
 
 
 def _place(record: Record) -> str:
-    arch = dig(record, "environment.arch") or "cpu"
-    arches = ", ".join(sorted({one_line(row.get("arch") or arch) for row in record["rows"]} or {arch}))
-    return arches if arches == "cpu" else f"{one_line(dig(record, 'environment.device') or 'unknown device')} ({arches})"
+    """Devices with their architectures; interpreted rows, whose CPU says nothing, as cpu."""
+    places: dict[str, None] = {}
+    for row in [*record["rows"], *(record.get("bench") or [])] or [{}]:
+        made = records.environment_of(record, row)
+        arch = one_line(row.get("arch") or made.get("arch") or "cpu")
+        places[arch if arch == "cpu" else f"{one_line(made.get('device') or 'unknown device')} ({arch})"] = None
+    return " and ".join(places)
 
 
-def _count(rows: list[Row]) -> str:
+def count(rows: list[Row]) -> str:
+    """1 row, 2 rows."""
     return f"{len(rows)} row{'' if len(rows) == 1 else 's'}"

@@ -12,14 +12,19 @@ _OUTCOMES = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 
 
 def render(record: Record) -> str:
-    """FAIL is a failure, SKIPPED a skip, all else but PASS an error, and so is a record in which nothing was compared."""
+    """FAIL is a failure, SKIPPED a skip, all else but PASS an error, and so is a missing row or a record in which nothing was compared."""
     root = ET.Element("testsuites", name="workbench")
     for op in dict.fromkeys(row["op"] for row in record["rows"]):
         suite = _suite(root, op, record)
         for row in record["rows"]:
             if row["op"] == op:
                 _case(suite, row)
-    if records.overall(record["rows"]) == Verdict.VACUOUS and not facts.first_bad(record):
+    if lost := records.missing(record):
+        suite = _suite(root, "missing", record)
+        for plan in lost:
+            case = ET.SubElement(suite, "testcase", name=legal(plan["case"]), classname=legal(f"missing.{plan['impl']}"))
+            ET.SubElement(case, "error", message="planned and never run", type="MISSING")
+    elif records.worst(record["rows"]) == Verdict.VACUOUS and not facts.first_bad(record):
         case = ET.SubElement(_suite(root, "workbench", record), "testcase", name="nothing ran", classname="workbench")
         ET.SubElement(case, "error", message=facts.headline(record)[1])
     for element in [*root, root]:

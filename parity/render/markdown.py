@@ -1,33 +1,36 @@
-"""A record as GitHub Markdown, to paste in a README."""
+"""A page as GitHub Markdown, to paste in a README."""
 
 import re
-from collections.abc import Iterable
 
 from parity.record import Record
-from parity.render import cells, facts
+from parity.render import cells, page
 
 
 def render(record: Record) -> str:
-    """Verdict, where it was made, parity table, reasons, first divergence, speed table."""
-    verdict, sentence = facts.headline(record)
-    blocks = [f"**{verdict}** {_escape(sentence)}", f"Made on {_escape(facts.environment(record))}."]
-    if rows := facts.compared(record):
-        blocks += [_table(cells.parity(rows)), _list(facts.paths(rows))]
-    if stale := facts.stale(record):
-        blocks.append(_list(f"STALE {line}" for line in stale))
-    if reasons := facts.reasons(record):
-        blocks.append(_list(f"{verdict} {reason}" for verdict, reason in reasons))
-    if bad := facts.first_bad(record):
-        if lines := facts.divergence(bad):
-            blocks.append("**First divergence**\n\n" + _list(f"{label}: {text}" for label, text in lines))
-        blocks.append(f"```\n{facts.command(bad)}\n```")
-    if timed := record.get("bench"):
-        blocks.append(_table(cells.bench(timed)))
-    return "\n\n".join(blocks) + "\n"
+    """The record as Markdown."""
+    return lay(page.of(record))
 
 
-def _list(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {_escape(line)}" for line in lines)
+def lay(blocks: page.Page) -> str:
+    """The page as Markdown."""
+    return "\n\n".join(map(_block, blocks)) + "\n"
+
+
+def _block(block: page.Block) -> str:
+    match block:
+        case page.Headline(verdict, sentence):
+            return f"**{verdict}** {_escape(sentence)}"
+        case page.Note(text):
+            return _escape(text)
+        case page.Lines(lines):
+            return "\n".join(f"- {_escape(f'{verdict} {text}'.strip())}" for verdict, text in lines)
+        case page.Facts(title, facts):
+            return f"**{title}**\n\n" + "\n".join(f"- {_escape(f'{label}: {text}')}" for label, text in facts)
+        case page.Command(title, text):
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+            return f"{_escape(title)}:\n\n{fence}\n{text}\n{fence}"
+        case cells.Table():
+            return _table(block)
 
 
 def _table(table: cells.Table) -> str:

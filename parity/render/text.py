@@ -1,4 +1,4 @@
-"""A record in a terminal: the verdict, one table, the first divergence, the command that reproduces it."""
+"""A page in a terminal: the verdict, one table, the first divergence, the command that reproduces it."""
 
 from io import StringIO
 
@@ -9,39 +9,40 @@ from rich.table import Table
 from rich.text import Text
 
 from parity.record import Record
-from parity.render import cells, facts
+from parity.render import cells, page
 
-_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow", "VACUOUS": "yellow", "SKIPPED": "dim", "STALE": "yellow"}
+_STYLES = {
+    "PASS": "green", "FAIL": "bold red", "WORSE": "bold red", "INCONCLUSIVE": "yellow", "VACUOUS": "yellow", "SKIPPED": "dim",
+    "STALE": "yellow", "MISSING": "yellow", "MIXED": "yellow",
+}  # fmt: skip
 _UNCUT = 10_000  # columns that no table reaches
 _FOLDED = ("impl", "invariants")
 
 
 def render(record: Record, *, width: int = 110, color: bool = False) -> str:
     """The record for a terminal of this width. A table that can't fold to it is wider: nothing is cut off."""
+    return lay(page.of(record), width=width, color=color)
+
+
+def lay(blocks: page.Page, *, width: int = 110, color: bool = False) -> str:
+    """The page for a terminal of this width."""
     console = Console(file=StringIO(), width=_UNCUT, force_terminal=color, color_system="standard" if color else None, markup=False,
                       highlight=False, emoji=False, legacy_windows=False)  # fmt: skip
-    verdict, sentence = facts.headline(record)
-    _line(console, verdict, f"  {sentence}")
-    if rows := facts.compared(record):
-        _print(console, cells.parity(rows), width)
-        for path in facts.paths(rows):
-            _line(console, "", path)
-        for line in facts.from_zero(rows):
-            _line(console, "", line)
-    for line in facts.stale(record):
-        _line(console, "STALE", f" {line}")
-    for reason_verdict, reason in facts.reasons(record):
-        _line(console, reason_verdict, f" {reason}")
-    if timed := record.get("bench"):
-        _print(console, cells.bench(timed), width)
-    if bad := facts.first_bad(record):
-        if lines := facts.divergence(bad):
-            _line(console, "", "\nFirst divergence")
-            for label, text in lines:
-                _line(console, "", f"  {label:<11}{text}")
-        others = sum(row["verdict"] == bad["verdict"] for row in record["rows"]) - 1
-        more = f" (the first of {others + 1} such rows)" if others else ""
-        _line(console, "", f"\nReproduce{more}:\n{facts.command(bad)}")
+    for block in blocks:
+        match block:
+            case page.Headline(verdict, sentence):
+                _line(console, verdict, f"  {sentence}")
+            case page.Lines(lines):
+                for verdict, text in lines:
+                    _line(console, verdict, f" {text}" if verdict else text)
+            case page.Facts(title, facts):
+                _line(console, "", f"\n{title}")
+                for label, text in facts:
+                    _line(console, "", f"  {label:<11}{text}")
+            case page.Command(title, text):
+                _line(console, "", f"\n{title}:\n{text}")
+            case cells.Table():
+                _print(console, block, width)
     assert isinstance(console.file, StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 

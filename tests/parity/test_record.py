@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from parity import record
+from parity.problem import parse
 from parity.record import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +20,14 @@ NAN, INF = math.nan, math.inf
 def of(*verdicts: str) -> record.Record:
     rows = [dict.fromkeys(record.ROW_KEYS) | {"verdict": verdict} for verdict in verdicts]
     return {"schema": 1, "environment": {}, "command": [], "rows": rows, "bench": [], "summary": {}}
+
+
+def planned(case: str) -> record.Row:
+    return {"case": case, "impl": "triton", "reference": "fp32"}
+
+
+def made_of(plan: record.Row) -> record.Row:
+    return dict.fromkeys(record.ROW_KEYS) | plan | {"verdict": "PASS"}
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
@@ -45,7 +54,7 @@ from parity import record, sweep
 real, saves = os.replace, []
 def replace(*arguments):
     saves.append(1)
-    os.kill(os.getpid(), signal.SIGKILL) if len(saves) == 3 else real(*arguments)
+    os.kill(os.getpid(), signal.SIGKILL) if len(saves) == 4 else real(*arguments)
 os.replace = replace
 given = dict(op="kda.decode", model="tiny", steps=1, impl="torch", heads="1,2,3,4", regime="slow", state_dtype="bf16")
 work = sweep.tasks(sweep.layered("cpu", None, given))
@@ -59,6 +68,7 @@ def test_a_killed_sweep_leaves_the_rows_before_and_at_most_one_hidden_file(tmp_p
     assert done.returncode == -9, done.stderr
     loaded = record.load(path)
     assert [row["heads"] for row in loaded["rows"]] == [1, 2] and loaded["summary"]["PASS"] == 2
+    assert [parse(plan["case"]).heads for plan in record.missing(loaded)] == [3, 4] and record.exit_code(loaded) == 3
     (hidden,) = (other for other in tmp_path.iterdir() if other != path)
     assert hidden.name.startswith(".record.json.")
 
@@ -113,8 +123,42 @@ def test_what_is_no_record_is_refused_in_one_line(tmp_path: Path, content: str |
     ],
 )
 def test_exit_codes_follow_from_the_worst_verdict(verdicts: str, overall: Verdict, code: int) -> None:
-    rows = of(*verdicts.split())["rows"]
-    assert (record.overall(rows), record.exit_code(rows)) == (overall, code)
+    made = of(*verdicts.split())
+    assert (record.overall(made), record.exit_code(made)) == (overall, code)
+
+
+@pytest.mark.parametrize(("verdicts", "code"), [("", 3), ("PASS", 3), ("SKIPPED", 3), ("VACUOUS PASS", 3), ("FAIL PASS", 1)])
+def test_a_planned_row_that_is_missing_is_no_pass_and_hides_no_failure(verdicts: str, code: int) -> None:
+    made = of(*verdicts.split())
+    made["planned"] = [planned("kda.decode:heads=9")]
+    assert record.missing(made) == made["planned"] and record.exit_code(made) == code
+    made["rows"].append(made_of(made["planned"][0]))
+    assert record.missing(made) == [] and record.overall(made) == record.worst(made["rows"])
+
+
+def test_a_row_of_another_implementation_reference_or_device_is_not_the_planned_one() -> None:
+    made = of()
+    made |= {"planned": [planned("c") | {"part": 0}], "parts": [{"environment": {"device": device}, "command": []} for device in "ab"]}
+    for other in ({"impl": "fla"}, {"reference": "fla"}, {"case": "d"}, {"part": 1}):
+        made["rows"] = [made_of(made["planned"][0]) | other]
+        assert record.missing(made) == made["planned"], other
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ({"planned": 5}, "planned is no list of objects"),
+        ({"planned": [{"case": "c", "impl": "triton"}]}, "a planned row lacks one of case, impl, reference"),
+        ({"parts": [{"environment": {}}]}, "a part lacks its environment or its command"),
+        ({"bench": [1]}, "bench is no list of objects"),
+        ({"planned": [{"case": "c", "impl": "i", "reference": "r", "part": 0}]}, "a row names a part that isn't there"),
+    ],
+)
+def test_plans_and_parts_that_make_no_sense_are_refused_by_name(tmp_path: Path, damage: dict[str, Any], says: str) -> None:
+    record.save(of("PASS") | damage, tmp_path / "record.json")
+    with pytest.raises(ValueError, match="is damaged: ") as refused:
+        record.load(tmp_path / "record.json")
+    assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_the_summary_counts_every_verdict_and_is_made_when_it_is_saved(tmp_path: Path) -> None:

@@ -169,6 +169,36 @@ def test_a_problem_named_twice_is_one_row() -> None:
     assert len(sweep.problems(one)) == 1
 
 
+def test_a_record_holds_its_plan_and_a_resume_completes_it(tmp_path: Path) -> None:
+    path, work = tmp_path / "record.json", sweep.tasks(options(**{"op": "kda.decode"} | ONE | {"heads": "1,2,3"}))
+
+    def stops(task: sweep.Task) -> None:
+        if task is work[1]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(work, record.new("cpu", []), out=path, started=stops)
+    half = record.load(path)
+    half["rows"][0]["seconds"] = -1.0
+    assert [plan["case"] for plan in record.missing(half)] == [str(task.problem) for task in work[1:]]
+    whole = sweep.run(work, record.new("cpu", []), resume=half)
+    assert record.missing(whole) == [] and record.exit_code(whole) == 0
+    assert [row["heads"] for row in whole["rows"]] == [1, 2, 3] and whole["rows"][0]["seconds"] == -1
+
+
+def test_a_resume_that_is_stopped_loses_no_row_it_kept(tmp_path: Path) -> None:
+    path, given = tmp_path / "record.json", {"op": "kda.decode"} | ONE
+    sweep.run(sweep.tasks(options(**given | {"heads": "2,3"})), record.new("cpu", []), out=path)
+    before, work = record.load(path), sweep.tasks(options(**given | {"heads": "1,2,3"}))
+
+    def stops(task: sweep.Task) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(work, record.new("cpu", []), out=path, resume=before, started=stops)
+    assert [row["heads"] for row in record.load(path)["rows"]] == [2, 3]
+
+
 @pytest.mark.parametrize("seed", ["٣", "1_0", "+1", "0x1", "1.0", ""])
 def test_whole_numbers_are_decimal_digits(seed: str) -> None:
     with pytest.raises(ValueError, match="seed: expected"):
