@@ -1,8 +1,10 @@
 """The README's measured tables are those of the committed records."""
 
+import itertools
+import re
 from pathlib import Path
 
-from parity import record
+from parity import record, sweep
 from parity.render import readme
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -10,9 +12,23 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_the_tables_are_rendered_from_the_records() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text.count("<!-- speed: results/h200/") == text.count("<!-- end -->") == 2
+    assert (text.count("<!-- speed: results/h200/"), text.count("<!-- parity: results/h200/"), text.count("<!-- end -->")) == (2, 1, 3)
     assert readme.render(text, ROOT) == text
-    assert readme.render(text.replace("| kda.decode | 64 | 1 |", "| kda.decode | 64 | 2 |"), ROOT) == text
+    for told, other in (("| kda.decode | 64 | 1 |", "| kda.decode | 64 | 2 |"), ("| 32 PASS |", "| 31 PASS, 1 FAIL |")):
+        assert told in text and readme.render(text.replace(told, other), ROOT) == text
+
+
+def test_the_decode_sweep_has_every_row_that_its_command_names() -> None:
+    (command,) = re.findall(
+        r"sweep (kda\.decode (?:.|\n)*?) \\?\s*--out \"\$out/kda_decode_sweep\.json", (ROOT / "results/measure.sh").read_text()
+    )
+    words = command.replace("\\\n", " ").split()
+    given = {name.lstrip("-").replace("-", "_"): value for name, value in zip(words[1::2], words[2::2], strict=True)}
+    lists = sweep.layered("cpu", None, {"op": words[0]} | given)
+    planned = set(itertools.product(lists.heads, lists.batch, lists.dtype, lists.state_dtype, lists.regime, (lists.steps,), lists.impl))
+    made = record.load(ROOT / "results/h200/kda_decode_sweep.json")
+    keys = ("heads", "batch", "dtype", "state_dtype", "regime", "steps", "impl")
+    assert {tuple(row[key] for key in keys) for row in made["rows"]} == planned and len(made["rows"]) == len(planned) == 192
 
 
 def test_the_paragraph_on_drift_says_what_its_record_says() -> None:

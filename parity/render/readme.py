@@ -2,6 +2,8 @@
 
 <!-- speed: results/h200/kda_decode_bench.json -->
 <!-- end -->
+<!-- parity: results/h200/kda_decode_sweep.json -->
+<!-- end -->
 """
 
 import re
@@ -12,7 +14,7 @@ from parity import record as records
 from parity.record import Record, Row
 from parity.render import cells, facts
 
-_BLOCK = re.compile(r"(<!-- speed: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (speed|parity): (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _OURS, _BASELINE = "triton", "fla kernels"
 _CONTENDERS = {
     _OURS: "ours", "triton, no replay": "ours, nothing to replay", "decode cell": "our decode cell", _BASELINE: "FLA kernels",
@@ -33,7 +35,36 @@ Cell = Callable[[Case, Rows], str]
 
 def render(text: str, root: Path) -> str:
     """The text with every block made anew from its record."""
-    return _BLOCK.sub(lambda match: match[1] + speed(records.load(root / match[2])) + match[4], text)
+    blocks = {"speed": speed, "parity": parity}
+    return _BLOCK.sub(lambda match: match[1] + blocks[match[2]](records.load(root / match[3])) + match[5], text)
+
+
+def parity(record: Record) -> str:
+    """One line an implementation and state: its verdicts, and how near the worst of its rows came to a limit."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in record["rows"]:
+        groups.setdefault((row["impl"], row["state_dtype"]), []).append(row)
+    lines = []
+    for (impl, state), rows in groups.items():
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in records.summary(rows).items() if count)
+        lines.append([impl, state, verdicts, *(_nearest(rows, tensor) for tensor in ("output", "state"))])
+    sizes = (f"{name} {_values(record['rows'], key)}" for name, key in (("heads", "heads"), ("batch", "batch"), ("activations", "dtype"),
+             ("regimes", "regime"), ("steps", "steps")))  # fmt: skip
+    operators = ", ".join(dict.fromkeys(row["op"] for row in record["rows"]))
+    note = f"`{operators}`: {'; '.join(sizes)}. {facts.environment(record)}."
+    head = ["impl", "state", "verdicts", "output: worst of its limit", "state: worst of its limit"]
+    return "\n".join([*_table(head, lines, 3), "", note, ""])
+
+
+def _nearest(rows: Sequence[Row], tensor: str) -> str:
+    """The worst step of all rows as a share of its limit, of the tensor's or of a head's."""
+    found = [row[tensor]["worst_step_over"] for row in rows if row[tensor]]
+    return cells.share(max(found)) if found else ""
+
+
+def _values(rows: Sequence[Row], key: str) -> str:
+    found = {row[key] for row in rows}
+    return ", ".join(str(value) for value in sorted(found))
 
 
 def speed(record: Record) -> str:
@@ -47,10 +78,15 @@ def speed(record: Record) -> str:
     columns = _columns(found)
     head = [title for title, _ in columns]
     lines = [[cell(case, rows) for _, cell in columns] for case, rows in found]
-    table = ["| " + " | ".join(line) + " |" for line in (head, ["---", *["---:"] * (len(head) - 1)], *lines)]
+    table = _table(head, lines, 1)
     floors = dict.fromkeys(rows[_OURS]["ceiling"] for _, rows in found)
     note = f"{facts.environment(record)}. Floor: {' or '.join(_FLOORS[name] for name in floors)}. {_device(record, {*floors, 'matmul'})}"
     return "\n".join([*table, "", note, ""])
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int) -> list[str]:
+    """A Markdown table whose first columns are aligned left."""
+    return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * left + ["---:"] * (len(head) - left), *lines)]
 
 
 def _columns(found: Sequence[tuple[Case, Rows]]) -> list[tuple[str, Cell]]:
