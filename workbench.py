@@ -203,8 +203,34 @@ def report(
     found = [record.load(file) for file in files]
     made = found[0] if len(found) == 1 else merge.merge(found, _command_line())
     names = " ".join(map(str, files))
-    _deliver(_intact(f"record: {names}", lambda: _rendered(made, _format(format, out), render, out is not None)), out)
+    _deliver(_intact(f"record: {names}", lambda: _rendered(made, _format(format, out), render, out)), out)
     raise typer.Exit(record.exit_code(made))
+
+
+@app.command(epilog="Exit codes: 0 nothing got worse; 1 something did, or is missing; 2 usage; 3 nothing is in both records.")
+def compare(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="A record that sweep or bench wrote.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="A later one.")],
+    format: ReportAs = None,
+    out: ReportOut = None,
+) -> None:
+    """What changed between two records: verdicts, errors beyond noise, times beyond their spread, rows that are missing."""
+    from parity import compare, record, render
+    from parity.render import changes
+
+    if out is not None:
+        record.check_writable(out)
+    before, after = record.load(old), record.load(new)
+    chosen = _of_page(_format(format, out))
+
+    def told() -> tuple[str, int]:
+        found = compare.compare(before, after)
+        text = changes.dumps(found) if chosen is Format.json else _laid(changes.of(found, before, after), chosen, render, out)
+        return text, found.exit_code()
+
+    text, code = _intact(f"record: {old} or {new}", told)
+    _deliver(text, out)
+    raise typer.Exit(code)
 
 
 def _options(config: Path | None, given: dict[str, Any]) -> Any:
@@ -254,18 +280,29 @@ def _advance(progress: Progress, bar: TaskID, row: dict[str, Any]) -> None:
         typer.echo(f"{task.completed:.0f}/{task.total:.0f} {row['verdict']} {row['impl']} {row['case']} {row['seconds']} s", err=True)
 
 
-def _rendered(made: dict[str, Any], format: Format, render: Any, to_file: bool = False) -> str:
-    """The record as it is printed: text as wide as the terminal."""
+def _rendered(made: dict[str, Any], format: Format, render: Any, out: Path | None = None) -> str:
+    """The record as it is printed."""
+    return str(render.render(made, format) if format is not Format.text else _laid(render.page.of(made), format, render, out))
+
+
+def _laid(blocks: Any, format: Format, render: Any, out: Path | None) -> str:
+    """The page as it is printed: text as wide as the terminal."""
     console = Console()
     if format is Format.text:
-        return str(render.text.render(made, width=max(console.width, 100), color=console.is_terminal and not to_file))
-    return str(render.render(made, format))
+        return str(render.text.lay(blocks, width=max(console.width, 100), color=console.is_terminal and out is None))
+    return str(render.lay(blocks, format))
 
 
 def _format(asked: Format | None, out: Path | None) -> Format:
     from parity import render
 
     return asked or Format(render.SUFFIXES.get(out.suffix if out else "", "text"))
+
+
+def _of_page(format: Format) -> Format:
+    if format is Format.junit:
+        raise ValueError("format: expected one of text, json, markdown, html, got 'junit', which is a record's; use report for it")
+    return format
 
 
 def _intact(what: str, work: Callable[[], T]) -> T:

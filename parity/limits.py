@@ -44,6 +44,16 @@ OTHER_CONFIGURATION = 2.0**-7
 EXPLAINED = 0.1
 # Heads with at least this share of the worst head's squared error take part; the others carry noise.
 OFF_HEADS = 1e-2
+# What one case scored before and after a change: healthy ratios of a case move under 1.9 times between seeds, drifts less.
+GROWTH = 2.0
+# Below this share of its limit an error is not said to have grown: healthy 16-bit boundaries score up to 0.02 of a limit of 2.
+GROWTH_FLOOR = 2.0**-5
+# Timings of two runs whose spreads don't meet, and which are apart by more than what the same product moved by between two
+# runs on one H200, 1.14 times.
+RUNS_APART = 1.15
+# Of the test on paired answers: how sure a difference must be, and how likely to be found one must be to count as detectable.
+CONFIDENCE = 0.95
+POWER = 0.80
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def save(record: Record, path: Path) -> None:
 
 def dumps(record: Record) -> str:
     """The record as JSON."""
-    return json.dumps(_plain(record | {"summary": summary(record["rows"])}), indent=1, allow_nan=False) + "\n"
+    return json.dumps(plain(record | {"summary": summary(record["rows"])}), indent=1, allow_nan=False) + "\n"
 
 
 def load(path: Path) -> Record:
@@ -174,15 +174,16 @@ def _wrong_parts(record: Record) -> str:
 _NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """The value with strings for the numbers that JSON can't hold."""
     if isinstance(value, float) and value != value:
         return "NaN"
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     return value
 
 

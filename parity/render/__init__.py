@@ -15,7 +15,7 @@ _RENDERERS: dict[str, Callable[[Record], str]] = {
     "html": html.render,
 }
 _LAYOUTS: dict[str, Callable[[page.Page], str]] = {"text": text.lay, "markdown": markdown.lay, "html": html.lay}
-FORMATS = tuple(_RENDERERS)
+FORMATS, LAYOUTS = tuple(_RENDERERS), tuple(_LAYOUTS)
 SUFFIXES = {".json": "json", ".xml": "junit", ".md": "markdown", ".html": "html"}
 
 
@@ -25,7 +25,7 @@ def render(record: Record, format: str) -> str:
 
 
 def lay(blocks: page.Page, format: str) -> str:
-    """A page that is no record's, in a format that lays out pages; ValueError for any other."""
+    """A page that is no record's, in a format of LAYOUTS; ValueError for any other."""
     return _of(_LAYOUTS, format)(blocks)
 
 

@@ -36,7 +36,7 @@ def headline(record: Record) -> tuple[str, str]:
     if not rows and not timed and not planned:
         return Verdict.VACUOUS, "nothing ran: the record has no rows"
     if not rows and not planned:
-        return "TIMED", f"{_operators(timed)}: {count(timed)} on {_place(record)}: speed only, nothing was compared"
+        return "TIMED", f"{_operators(timed)}: {count(len(timed))} on {_place(record)}: speed only, nothing was compared"
     summary = records.summary(rows)
     told = [f"{summary[verdict]} {verdict}" for verdict in _SEVERITY if summary[verdict]]
     if lost := records.missing(record):
@@ -71,7 +71,7 @@ def mixed(record: Record) -> list[str]:
             value = records.environment_of(record, row).get(key)
             found.setdefault("unknown" if value is None else one_line(value), []).append(row)
         if len(found) > 1:
-            lines.append(f"{key}: " + ", ".join(f"{value} ({count(group)})" for value, group in found.items()))
+            lines.append(f"{key}: " + ", ".join(f"{value} ({count(len(group))})" for value, group in found.items()))
     return lines
 
 
@@ -143,7 +143,7 @@ def _grouped(rows: list[Row], sentence: Callable[[Row], str]) -> list[str]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(sentence(row), []).append(row)
-    return [f"{text} ({count(group)})" for text, group in groups.items()]
+    return [f"{text} ({count(len(group))})" for text, group in groups.items()]
 
 
 def _path(row: Row) -> str:
@@ -252,6 +252,6 @@ def _place(record: Record) -> str:
     return " and ".join(places)
 
 
-def count(rows: list[Row]) -> str:
+def count(many: int, name: str = "row") -> str:
     """1 row, 2 rows."""
-    return f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
+    return f"{many} {name}{'' if many == 1 else 's'}"
