@@ -233,6 +233,29 @@ def compare(
     raise typer.Exit(code)
 
 
+@app.command(epilog="Exit codes: 0 B is not shown to be worse; 1 B is significantly worse; 2 usage; 3 no questions.")
+def accuracy(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Answers of one run: .jsonl or .csv, one row a question.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Answers of the other to the same questions.")],
+    id: Annotated[str, typer.Option(help="What the files call a question.")] = "id",
+    correct: Annotated[str, typer.Option(help="What they call whether it was answered right: true, false, 1 or 0.")] = "correct",
+    task: Annotated[str, typer.Option(help="What they call its task, where they have several.")] = "task",
+    format: ReportAs = None,
+    out: ReportOut = None,
+) -> None:
+    """Did B answer worse than A? Exact McNemar test, interval of the difference, the smallest one that could be shown."""
+    from parity import accuracy, record, render
+    from parity.render import answers
+
+    if out is not None:
+        record.check_writable(out)
+    chosen, columns, names = _of_page(_format(format, out)), accuracy.Columns(id, correct, task), (str(a), str(b))
+    found = accuracy.compare(accuracy.load(a, columns), accuracy.load(b, columns), names)
+    text = answers.dumps(found) if chosen is Format.json else _laid(answers.of(found, names), chosen, render, out)
+    _deliver(text, out)
+    raise typer.Exit(accuracy.exit_code(found))
+
+
 def _options(config: Path | None, given: dict[str, Any]) -> Any:
     """The options of a sweep, with the interpreter chosen for their device before Triton is imported."""
     from parity import problem, sweep
