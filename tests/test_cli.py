@@ -201,6 +201,66 @@ def test_report_renders_a_saved_record_in_every_format(command: Command, tmp_pat
     assert "--format" in command("report", "record.json", "--format", "yaml")[2]
 
 
+@pytest.mark.parametrize(
+    ("suffix", "begins"), [("html", "<!DOCTYPE html>"), ("md", "**PASS**"), ("xml", "<testsuites"), ("json", "{"), ("txt", "PASS")]
+)
+def test_report_writes_what_its_file_is_called(command: Command, tmp_path: Path, suffix: str, begins: str) -> None:
+    command("sweep", *QUICK, "--impl", "torch", "--out", "record.json")
+    assert command("report", "record.json", "--out", f"report.{suffix}")[:2] == (0, "")
+    assert (tmp_path / f"report.{suffix}").read_text().startswith(begins)
+    assert command("report", "record.json", "--out", f"report.{suffix}", "--format", "markdown")[0] == 0
+    assert (tmp_path / f"report.{suffix}").read_text().startswith("**PASS**")
+
+
+def test_report_merges_records_and_compare_says_what_is_missing(command: Command, tmp_path: Path) -> None:
+    for heads in ("1", "2"):
+        command("sweep", *QUICK, "--impl", "torch", "--heads", heads, "--out", f"{heads}.json")
+    assert command("report", "1.json", "2.json", "--out", "both.json")[:2] == (0, "")
+    both = record.load(tmp_path / "both.json")
+    assert [row["heads"] for row in both["rows"]] == [1, 2] and record.missing(both) == []
+    assert command("report", "both.json")[1].startswith("PASS  kda.decode: 2 PASS on cpu")
+    assert command("compare", "1.json", "both.json")[0] == 0
+    code, out, _ = command("compare", "both.json", "1.json")
+    assert code == 1 and out.startswith("WORSE  1 worse: 1 row and 0 timings in both records") and "missing" in out
+    code, out, _ = command("compare", "both.json", "1.json", "--format", "json")
+    assert code == 1 and [change["after"] for change in json.loads(out)["changes"]] == ["missing"]
+
+
+def test_accuracy_pairs_answers_and_exits_1_where_b_is_worse(command: Command, tmp_path: Path) -> None:
+    for name, right in (("a", 30), ("b", 20), ("c", 28), ("none", None)):
+        lines = [] if right is None else [f"{question},{int(question < right)}" for question in range(40)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["id,correct", *lines, ""]))
+    assert [command("accuracy", one, other)[0] for one, other in (("a.csv", "b.csv"), ("b.csv", "a.csv"), ("a.csv", "c.csv"))] == [1, 0, 0]
+    code, out, _ = command("accuracy", "none.csv", "none.csv")
+    assert code == 3 and out.startswith("VACUOUS  nothing was compared")
+    assert command("accuracy", "a.csv", "b.csv", "--out", "page.html")[:2] == (1, "")
+    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["report", "nosuch.json", "here.json"], "record: can't read nosuch.json"),
+        (["report", "here.json", "--out", "nosuch/report.html"], "out: there is no folder nosuch"),
+        (["compare", "here.json", "nosuch.json"], "record: can't read nosuch.json"),
+        (["compare", "here.json", "here.json", "--format", "junit"], "format: expected one of text, json, markdown, html, got 'junit'"),
+        (["compare", "here.json", "damaged.json"], "record: here.json or damaged.json is damaged"),
+        (["report", "here.json", "damaged.json"], "record: here.json damaged.json is damaged"),
+        (["accuracy", "here.json", "here.json"], "accuracy: expected a file that ends in .jsonl or .csv"),
+        (["accuracy", "a.csv", "b.csv"], "accuracy: b.csv lacks 1 of the 2 questions of a.csv, the first '2'"),
+        (["accuracy", "a.csv", "a.csv", "--id", "doc_id"], "accuracy: a.csv line 2: expected 'doc_id', got 'id', 'correct'"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(command: Command, tmp_path: Path, arguments: list[str], says: str) -> None:
+    command("sweep", *QUICK, "--impl", "torch", "--out", "here.json")
+    damaged = json.loads((tmp_path / "here.json").read_text())
+    damaged["rows"][0]["output"] = 5
+    (tmp_path / "damaged.json").write_text(json.dumps(damaged))
+    (tmp_path / "a.csv").write_text("id,correct\n1,1\n2,0\n")
+    (tmp_path / "b.csv").write_text("id,correct\n1,1\n")
+    assert says in refused(command(*arguments))
+
+
 def test_the_record_names_the_command_and_the_seed(command: Command, tmp_path: Path) -> None:
     command("sweep", *QUICK, "--impl", "torch", "--seed", "11", "--out", "record.json")
     made = json.loads((tmp_path / "record.json").read_text())

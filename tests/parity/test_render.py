@@ -10,7 +10,7 @@ import pytest
 from optimized import registry
 from parity import record as records
 from parity import render
-from parity.render import text
+from parity.render import cells, text
 
 NAN, INF = float("nan"), float("inf")
 
@@ -125,6 +125,32 @@ def test_bench_puts_a_case_together_and_marks_its_fastest() -> None:
     assert [(cells[0], cells[1], "*" in cells) for cells in body] == [
         ("triton", "16", True), ("fla", "16", False), ("triton", "32", False), ("fla", "32", False)]  # fmt: skip
     assert "3" in body[0] and "nothing was compared" in lines[0]  # 120 MB in 40 us: 3 TB/s
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ([], ""),
+        ([1.0], ""),
+        ([0.0, 0.0], "▁▁"),
+        ([1e-9, 4e-9, 8e-9], "▂▅█"),
+        ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], "▁▂▃▄▅▆▇█"),
+        ([NAN, 1.0, INF, None], "!█!!"),
+        ([0.0] * 63 + [1.0], "▁▁▁▁▁▁▁█"),
+        ([1.0] + [0.0] * 63, "█▁▁▁▁▁▁▁"),
+    ],
+)
+def test_a_sparkline_goes_from_zero_to_its_largest_value_and_keeps_both_ends(values: list[Any], line: str) -> None:
+    assert cells.sparkline(values) == line
+
+
+def test_drift_has_its_sparkline_in_every_table_and_none_without_a_curve() -> None:
+    drift = [{"step": step, "state_rel_l2": error, "rel_l2": 1.0} for step, error in enumerate((1e-7, 2e-7, 4e-7), 1)]
+    stateless = [{"step": step, "rel_l2": error} for step, error in enumerate((4e-3, 2e-3, 1e-3), 1)]
+    for format in ("text", "markdown", "html"):
+        rendered = render.render(of(row(drift=drift), row(heads=3, drift=stateless)), format)
+        assert "▃▅█" in rendered and "█▅▃" in rendered and "by step" in rendered, format
+    assert "by step" not in text.render(of(row()))  # one step is no curve
 
 
 def test_markdown_tables_have_the_cells_of_their_header() -> None:
