@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from optimized import registry
 from parity import merge, record, render
+from parity.render import facts
 from tests.parity.test_render import of, row, timed
 
 
@@ -58,9 +60,23 @@ def test_devices_and_drivers_that_differ_are_named_in_every_format() -> None:
 
 
 def test_a_merge_of_merges_is_the_merge_of_all() -> None:
-    a, b, c = part(row(seconds=1.0), began="1"), part(row(heads=3), began="2"), part(row(seconds=4.0), began="3", driver="590")
+    a, b = part(row(seconds=1.0), row(heads=4, seconds=2.0), began="1"), part(row(heads=3, seconds=3.0), began="2")
+    c = part(row(seconds=4.0), began="3", driver="590")
     twice, once = merged(merged(a, b), c), merged(a, b, c)
-    assert twice == once and seconds(once) == [4.0, 1.0] and len(once["parts"]) == 2
+    assert twice == once and seconds(once) == [4.0, 2.0, 3.0]
+    assert [record.environment_of(twice, entry)["began"] for entry in twice["rows"]] == ["3", "1", "2"]
+
+
+def test_sources_of_a_merged_record_are_those_of_the_packages_of_each_part() -> None:
+    versions = [{"torch": torch, "triton": "3.6.0", "fla-core": fla} for torch, fla in (("2.11.0", "0.6.0"), ("2.13.0", "0.7.0"))]
+    hashes = [registry.find("kda.decode", "fla").source_hash(dict(version)) for version in versions]
+    assert hashes[0] != hashes[1]
+    parts = [
+        part(row(impl="fla", heads=heads, impl_hash=mark), **version) for heads, mark, version in zip((2, 3), hashes, versions, strict=True)
+    ]
+    assert facts.stale(merged(*parts)) == []
+    parts[1]["rows"][0]["impl_hash"] = hashes[0]
+    assert facts.stale(merged(*parts)) == ["kda.decode fla: its sources have changed since (1 rows)"]
 
 
 def test_what_one_part_planned_and_another_made_is_not_missing() -> None:

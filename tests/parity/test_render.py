@@ -168,6 +168,22 @@ def test_junit_counts_and_survives_control_characters() -> None:
     assert failure.get("message") == "<&>" and "beta rounded" in (failure.text or "")
 
 
+def test_junit_has_an_error_for_each_missing_row() -> None:
+    planned = [{"case": f"kda.decode:heads={heads},seed=7", "impl": "triton", "reference": "fp32"} for heads in (2, 3, 4)]
+    root = ET.fromstring(render.render(of(row()) | {"planned": planned}, "junit"))
+    assert [root.get(key) for key in ("tests", "failures", "errors")] == ["3", "0", "2"]
+    assert [error.get("type") for error in root.iter("error")] == ["MISSING", "MISSING"]
+
+
+def test_missing_rows_are_named_and_of_many_the_first() -> None:
+    planned = [{"case": f"kda.decode:heads={heads}", "impl": "triton", "reference": "fla"} for heads in range(1, 41)]
+    rendered = text.render(of(row()) | {"planned": planned})
+    assert rendered.startswith("INCONCLUSIVE  kda.decode: 1 PASS, 40 of 40 planned rows missing on cpu")
+    named = [line for line in rendered.splitlines() if line.startswith("MISSING triton kda.decode:heads=")]
+    assert len(named) == 20 and all(line.endswith(" against fla") for line in named)
+    assert "MISSING and 20 more\n" in rendered and "--resume RECORD" in rendered
+
+
 def test_a_record_in_which_nothing_ran_says_so_in_every_format() -> None:
     assert "nothing ran" in text.render(of()) and "nothing ran" in render.render(of(), "markdown")
     for rows in ([], [row("SKIPPED", "no GPU")]):

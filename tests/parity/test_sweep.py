@@ -186,6 +186,16 @@ def test_a_record_holds_its_plan_and_a_resume_completes_it(tmp_path: Path) -> No
     assert [row["heads"] for row in whole["rows"]] == [1, 2, 3] and whole["rows"][0]["seconds"] == -1
 
 
+def test_a_sweep_that_is_stopped_in_its_first_row_says_what_it_planned(tmp_path: Path) -> None:
+    def stops(task: sweep.Task) -> None:
+        raise KeyboardInterrupt
+
+    path, work = tmp_path / "record.json", sweep.tasks(options(**{"op": "kda.decode"} | ONE | {"heads": "1,2"}))
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(work, record.new("cpu", []), out=path, started=stops)
+    assert [plan["case"] for plan in record.missing(record.load(path))] == [str(task.problem) for task in work]
+
+
 def test_a_resume_that_is_stopped_loses_no_row_it_kept(tmp_path: Path) -> None:
     path, given = tmp_path / "record.json", {"op": "kda.decode"} | ONE
     sweep.run(sweep.tasks(options(**given | {"heads": "2,3"})), record.new("cpu", []), out=path)
